@@ -26,7 +26,7 @@ from ludus.envs.maths import (
     training_tasks,
     vt_math,
 )
-from ludus.envs.maths.files import final_answer, program_of
+from ludus.envs.maths.files import final_answer, program_of, question_and_solution
 from ludus.rewards import Scorer, ToolBonus, build_reward, numeric, synthetic_episode
 
 CLIPS = {
@@ -170,6 +170,23 @@ def test_files_are_found_by_their_split(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "test.jsonl").write_text('{"question": "?"}')
     with pytest.raises(ConfigError, match="row 1 is no problem"):
         gsm8k_held_out_tasks()
+
+
+@pytest.mark.parametrize(
+    ("row", "target"),
+    [
+        ({"question": "1 - 1?", "answer": 0}, "0"),
+        ({"question": "1 - 1?", "answer": 0.0}, "0.0"),
+        ({"problem": "1 - 1?", "solution": "It is nothing.", "answer": 0}, "0"),
+        ({"problem": "1 - 1?", "solution": "", "final_answer": 0}, "0"),
+        ({"question": "1 - 1?", "answer": None, "target": 0}, "0"),
+        ({"question": "", "problem": "1 - 1?", "answer": "#### 0"}, "0"),
+        ({"problem": "1 - 1?", "solution": "It is \\boxed{0}.", "final_answer": ""}, "0"),
+    ],
+)
+def test_an_answer_may_be_zero(row: dict[str, Any], target: str) -> None:
+    question, _, final = question_and_solution(row, "here")
+    assert (question, final) == ("1 - 1?", target)
 
 
 def test_math_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

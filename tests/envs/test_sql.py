@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import sqlite3
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -216,6 +217,39 @@ def spider(folder: Path) -> None:
     (folder / "train_spider.json").write_text(json.dumps([row, row]))
     (folder / "dev.json.gz").write_bytes(gzip.compress(json.dumps([row]).encode()))
     (folder / "tables.json").write_text("[]")
+
+
+def test_the_sets_of_spider_stay_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LUDUS_SQL_DATA", str(tmp_path))
+    spider(tmp_path)
+    row = {"db_id": "cinema", "question": "How many halls?", "query": "SELECT count(*) FROM halls"}
+    files = {
+        "test.json": 2,
+        "spider-realistic.json": 3,
+        "Spider-DK/Spider-DK.json": 4,
+        "Spider-Syn/dev_syn.json": 5,
+        "Spider-Syn/train_spider.json": 6,  # training questions, whatever their folder is called
+        "bird/dev.json": 7,
+    }
+    for name, count in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps([row] * count))
+    held_out, training = spider_held_out_tasks(), spider_training_tasks()
+    sets = Counter(task.metadata["dataset"] for task in held_out)
+    assert sets == {
+        "spider-dev": 1,
+        "spider-test": 2,
+        "spider-realistic": 3,
+        "spider-dk": 4,
+        "spider-syn": 5,
+        "bird-dev": 7,
+    }
+    assert Counter(task.metadata["subtask"] for task in held_out) == sets
+    assert Counter(task.metadata["dataset"] for task in training) == {
+        "spider-train": 2,
+        "spider-syn-train": 6,
+    }
+    assert len({task.id for task in held_out + training}) == 30
 
 
 async def test_spiders_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

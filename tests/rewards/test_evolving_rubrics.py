@@ -150,6 +150,15 @@ def test_spreads_tell_what_discriminates() -> None:
     assert spreads([]) == {}
 
 
+def test_a_rubric_that_evolves_begins_loose_unless_it_says_otherwise() -> None:
+    criteria = [{"id": "a", "text": "A."}]
+    assert Judge("policy", evolve=True).rubric.strictness == "loose"
+    assert Judge("policy", rubric={"criteria": criteria}, evolve=True).rubric.strictness == "loose"
+    own = {"criteria": criteria, "strictness": "middle"}
+    assert Judge("policy", rubric=own, evolve=True).rubric.strictness == "middle"
+    assert Judge("policy", rubric={"criteria": criteria}).rubric.strictness == "middle"
+
+
 def test_rubric_files_are_checked(tmp_path: Path) -> None:
     file = tmp_path / "rubric.toml"
     file.write_text('name = "r"\n[[criteria]]\nid = "a"\ntext = "A."\nweight = 2\n')

@@ -8,9 +8,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ludus.core import ConfigError, Fault, ToolCall, ToolSpec
+from ludus.core import ConfigError, Fault, Task, ToolCall, ToolContext, ToolSpec
 from ludus.rollouts import FORMATS, ActionFormat, load_format
 from ludus.rollouts.formats.base import MAX_CALLS
+from ludus.rollouts.formats.fenced import LANGUAGES
+from ludus.tools.library import build_toolset
 
 ADD = ToolSpec(
     "add",
@@ -223,9 +225,18 @@ class TestFenced:
         parsed = self.format.parse("```sql\nselect 1\n```\n```SH\nls\n```\n```json\n{}\n```")
         assert parsed.calls == (
             ToolCall("sql", {"query": "select 1"}),
-            ToolCall("shell", {"command": "ls"}),
+            ToolCall("bash", {"command": "ls"}),
         )
         assert "json" in parsed.text
+
+    async def test_every_language_goes_to_a_tool_of_the_toolbox(self, tmp_path):
+        (tmp_path / "x.sql").write_text("create table t(a);")
+        sql = {"tool": "sql", "database": str(tmp_path / "x.sql")}
+        context = ToolContext("episode", Task.of("?"))
+        specs = {s.name: s for s in await build_toolset(["python", "bash", sql]).list(context)}
+        for language in LANGUAGES:
+            (call,) = self.format.parse(f"```{language}\nx\n```").calls
+            assert call.arguments.keys() <= specs[call.name].parameters["properties"].keys()
 
     def test_a_block_within_a_longer_fence_is_text(self):
         parsed = self.format.parse("````text\n```python\nno\n```\n````")

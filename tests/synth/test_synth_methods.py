@@ -27,7 +27,7 @@ from synth_parts import (
 )
 
 import ludus
-from ludus.core import ByteTokenizer, Message, SegmentKind, Task, ToolCall, Trajectory
+from ludus.core import ByteTokenizer, ConfigError, Message, SegmentKind, Task, ToolCall, Trajectory
 from ludus.core.trajectory import Branch
 from ludus.engine import FakeEngine
 from ludus.envs import Env, EnvPool
@@ -318,6 +318,11 @@ async def test_a_stronger_model_repairs_and_what_it_cannot_mend_is_left_out(tmp_
     made = context(tmp_path / "d", plays([]), models={"strong": strong})
     result = await StepCalibration(StecaConfig.parse(given)).run(made)
     assert [provenance_of(one)["repaired"] for one in result.kept] == [[]], "nothing was bad"
+
+
+def test_steca_without_anything_that_repairs_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"nothing writes better steps: set rule .*, or repair"):
+        StecaConfig.parse({"attempts": 1})
 
 
 # TSR

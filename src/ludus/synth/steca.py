@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 from ludus.core.chat import ChatModel, ChatOptions
 from ludus.core.generation import Completion
@@ -55,7 +55,7 @@ class StecaConfig(EpisodesConfig):
     drop: float = Field(default=0.3, gt=0)
     """How far below the others a step is bad: of the rewards, success rates or scores (in tenths)."""
     repair: ModelSpec | None = None
-    """The language model that writes better steps: an address, a table, or policy."""
+    """The language model that writes better steps: an address, a table, or policy; this or rule is needed."""
     rule: str | None = None
     """'module:function' of (task, messages so far) that gives a better action: a text, a ToolCall, or None."""
     max_bad: float = Field(default=0.4, gt=0, le=1)
@@ -64,6 +64,15 @@ class StecaConfig(EpisodesConfig):
     """Let the policy play on from a repaired step, where the old tail does not lead to a success."""
     keep_good: bool = True
     """Whether successes without a bad step are examples too."""
+
+    @model_validator(mode="after")
+    def _repairs(self) -> Self:
+        if self.rule is None and self.repair is None:
+            raise ValueError(
+                "nothing writes better steps: set rule ('module:function'), or repair (a language model's "
+                "address, or policy)"
+            )
+        return self
 
 
 class StepScores(BaseModel):
@@ -185,8 +194,7 @@ class StepCalibration(SynthMethod[StecaConfig]):
             if isinstance(found, ToolCall):
                 return rollout.renderer.format.render_action("", [found])
             return None if found is None else str(found)
-        if self.settings.repair is None:
-            return None
+        assert self.settings.repair is not None
         model = await context.model(self.settings.repair)
         return await written_by(model, best, place, rollout)
 

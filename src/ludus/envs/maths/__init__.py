@@ -97,8 +97,8 @@ def _from_files(variable: str, name: str, split: str) -> list[Task]:
     tasks = []
     for number, (where, row) in enumerate(rows_of(place, split)):
         question, solution, final = question_and_solution(row, where)
-        topic = row.get("subject") or row.get("type")
-        level = str(row.get("level") or "").removeprefix("Level ").strip()
+        topic, level = row.get("subject") or row.get("type"), row.get("level")
+        level = "" if level is None else str(level).removeprefix("Level ").strip()
         tasks.append(
             Task.of(
                 _PROMPT.format(question=question),

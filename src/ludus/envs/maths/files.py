@@ -41,16 +41,21 @@ def rows_of(place: Path, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def question_and_solution(row: dict[str, Any], where: str) -> tuple[str, str, str]:
     """The question, the worked solution and the final answer of a row of GSM8K, MATH, MATH-500 or DeepMath."""
-    question = row.get("question") or row.get("problem") or row.get("prompt")
-    solution = row.get("solution") or row.get("answer") or row.get("final_answer") or row.get("target")
+    question = _first(row, "question", "problem", "prompt")
+    solution = _first(row, "solution", "answer", "final_answer", "target")
     # MATH-500 and DeepMath have a column for the final answer; GSM8K's `answer` is the solution
-    own = row.get("final_answer", row.get("answer") if "solution" in row else None)
+    own = _first(row, "final_answer", *(("answer",) if "solution" in row else ()))
     final = str(own) if own is not None else final_answer(str(solution))
     if not isinstance(question, str) or solution is None or not final.strip():
         raise ConfigError(
             f"{where} is no problem: it needs question and answer, or problem and solution"
         )
     return question, str(solution), final.strip()
+
+
+def _first(row: dict[str, Any], *names: str) -> Any:
+    """The first of these fields that says something; 0 does."""
+    return next((row[name] for name in names if row.get(name) not in (None, "")), None)
 
 
 def final_answer(text: str) -> str:

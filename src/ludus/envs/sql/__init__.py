@@ -12,6 +12,7 @@ import sqlite3
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from difflib import get_close_matches
+from functools import cache
 from typing import Any
 
 from ludus.core.failures import ToolFault
@@ -261,6 +262,7 @@ def _query_task(
     query: str,
     subtask: str,
     hidden: Sequence[str] = (),
+    **metadata: str,
 ) -> Task:
     return Task.of(
         _PROMPT.format(name=database.partition("-")[0], tables=tables, question=question),
@@ -269,6 +271,7 @@ def _query_task(
         envs={"sql": {"database": database}},
         subtask=subtask,
         database=[database, *hidden] if hidden else database,
+        metadata=metadata,
     )
 
 
@@ -283,17 +286,18 @@ def spider_held_out_tasks() -> list[Task]:
 
 
 def _spider(split: str) -> list[Task]:
-    rows = spider_rows(split)
-    hints = {name: schema_hint(name) for name in dict.fromkeys(str(row["db_id"]) for row in rows)}
+    hint = cache(schema_hint)
     return [
         _query_task(
-            f"spider-{'train' if split == 'train' else 'dev'}-{number}",
+            f"{own}-{number}",
             str(row["db_id"]),
-            hints[str(row["db_id"])],
+            hint(str(row["db_id"])),
             str(row["question"]),
             str(row["query"]),
-            "spider",
+            own,
+            dataset=own,
         )
+        for own, rows in spider_rows(split).items()
         for number, row in enumerate(rows)
     ]
 

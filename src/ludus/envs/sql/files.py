@@ -8,7 +8,9 @@ file of JSON lines, whose rows bring a table each.
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
+from collections import defaultdict
 from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
@@ -80,7 +82,7 @@ def table_names(name: str) -> list[str]:
 
 
 def _located(name: str) -> Path:
-    for place in (folder() / "database", folder() / "databases", folder()):
+    for place in (*(folder() / one for one in ("database", "databases", "test_database")), folder()):
         for path in (place / name, *(place / name / f"{name}{ending}" for ending in _ENDINGS)):
             if path.is_file():
                 return path
@@ -91,16 +93,33 @@ def _located(name: str) -> Path:
 # Spider
 
 
-def spider_rows(split: str) -> list[dict[str, Any]]:
-    """The questions of a split: files that are called after Spider's (`train_spider.json`, `dev.json`)."""
-    words = ("train",) if split == "train" else ("dev", "test", "realistic", "syn", "dk")
-    files = [
-        one for one in files_of(folder(), *words) if "table" not in one.name and "gold" not in one.name
-    ]
-    rows = [row for file in files for row in read_rows(file) if "db_id" in row and "question" in row]
-    rows = [{**row, "query": row.get("query") or row.get("SQL")} for row in rows]
-    if not rows:
-        raise ConfigError(f"{folder()} ({VARIABLE}) holds no questions in Spider's form for {split}")
+_VARIANTS = ("realistic", "dk", "syn")
+_HELD_OUT = (*_VARIANTS, "test", "dev")
+"""What the files and folders of Spider's held-out sets are called; a file of SYN may be called dev too."""
+
+
+def spider_rows(split: str) -> dict[str, list[dict[str, Any]]]:
+    """The questions of a split by the name of their set: spider-dev, spider-realistic, spider-train, ...
+
+    The sets are told by the names of files and folders: `train_spider.json`, `dev.json`, `Spider-DK.json`.
+    """
+    root, is_train = folder(), split == "train"
+    rows: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+    for file in files_of(root, *(("train",) if is_train else _HELD_OUT)):
+        name, words = file.name.lower(), str(file.relative_to(root)).lower()
+        if "table" in name or "gold" in name or ("train" in name) != is_train:
+            continue
+        known = _VARIANTS if is_train else _HELD_OUT
+        kinds = [one for one in known if re.search(f"{one}(?![a-z])", words)][:1]
+        family = "bird" if "bird" in words else "spider"
+        own = "-".join([family, *kinds, *(["train"] if is_train else [])])
+        rows[own] += [
+            {**row, "query": row.get("query") or row.get("SQL")}
+            for row in read_rows(file)
+            if "db_id" in row and "question" in row
+        ]
+    if not any(rows.values()):
+        raise ConfigError(f"{root} ({VARIABLE}) holds no questions in Spider's form for {split}")
     return rows
 
 

@@ -2,8 +2,9 @@
 
 Every `every` steps, before the update:
 
-- strictness goes up a level where the mean score of the steps since the last change is at least
-  `stricter_above`, and down where it is below `looser_below` (loose, middle, strict);
+- strictness (loose, middle, strict; it begins loose unless the rubric names a level) goes up a level where the
+  mean score of the steps since the last change is at least `stricter_above`, and down where it is below
+  `looser_below`;
 - a criterion that does not discriminate is retired: its mean over the episodes whose total reward is above
   average is within `min_spread` of its mean over the others;
 - the judge's model is shown the best and the worst episodes of the step and proposes up to `propose` criteria
@@ -242,6 +243,8 @@ def load_evolution(
     if evolve is False:
         return None
     config = EvolutionConfig.parse({} if evolve is True else evolve, "evolve")
+    if "strictness" not in rubric.model_fields_set:
+        rubric = rubric.model_copy(update={"strictness": "loose"})
     evolution = RubricEvolution(rubric, config, judge)
     evolution.keep()
     return evolution

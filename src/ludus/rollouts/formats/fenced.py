@@ -23,8 +23,8 @@ LANGUAGES = {
     "python": "python.code",
     "py": "python.code",
     "sql": "sql.query",
-    "bash": "shell.command",
-    "sh": "shell.command",
+    "bash": "bash.command",
+    "sh": "bash.command",
 }
 _FENCE = re.compile(r"^(`{3,})([^`\n]*)$", re.MULTILINE)
 
