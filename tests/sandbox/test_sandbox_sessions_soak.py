@@ -223,6 +223,36 @@ def test_sessions_are_what_the_model_says(arrangement: str, steps: list[tuple[ob
 
 
 @in_both
+@pytest.mark.parametrize("closing", ["session", "snapshot", "twice"])
+async def test_close_waits_for_all_templates_however_its_process_ended(
+    sandbox: Sandbox, closing: str
+) -> None:
+    """Also where the end of the last one's process is known, and its callbacks have not yet run."""
+    session = await sandbox.session()
+    for number in range(3):  # three templates, one inside the other
+        fork = await session.fork()
+        await session.python(f"x = {number}")
+        await fork.close()
+    last: Session | Snapshot = session
+    process = session._guest.process
+    if closing == "snapshot":
+        last = await session.snapshot()
+        await session.close()
+        process = last._template._guest.process
+    process.kill()
+    if closing == "twice":
+        first = asyncio.ensure_future(session.close())
+        await asyncio.sleep(0)
+        await session.close()
+        assert sandbox.alive == 0
+        await first
+    while not process.ended.done():  # noqa: ASYNC110 - an event would be set by a callback
+        await asyncio.sleep(0)
+    await last.close()
+    assert sandbox.alive == 0
+
+
+@in_both
 async def test_an_interrupt_keeps_the_state_and_c_code_loses_it(sandbox: Sandbox) -> None:
     session = await sandbox.session()
     await session.python("kept = 41")

@@ -266,9 +266,13 @@ class TemplateProcess:
 
     async def gone(self) -> None:
         """If it has no users, wait until it has ended; the same for the templates it was forked from."""
-        await asyncio.gather(*self._status_queries.values())
         template: TemplateProcess | None = self
-        while template is not None and not template._users:
+        while template is not None:
+            # a fork that has just ended is counted off by a callback, or by a query that the callback begins
+            await asyncio.sleep(0)
+            await asyncio.gather(*template._status_queries.values())
+            if template._users:
+                return
             await asyncio.shield(template._guest.process.ended)
             template = template._parent
 

@@ -165,8 +165,6 @@ class ProcessSession(Session):
 
     async def close(self) -> None:
         """End the session and everything that it started; its forks stay alive."""
-        if self._closed:
-            return
         self._closed = True
         await self._guest.end()
         if self._template is not None:
@@ -415,4 +413,4 @@ class Snapshot(ClosedAtExit):
         if not self._closed:
             self._closed = True
             self._template.release()
-            await self._template.gone()
+        await self._template.gone()
