@@ -8,11 +8,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 from world_play import play_expert
 
+from ludus.cli.main import app
 from ludus.core import ConfigError, ToolCall
 from ludus.envs import WORLDS, check_env
-from ludus.envs.alfworld import AlfWorld, expert, held_out_tasks, success, training_tasks
+from ludus.envs.alfworld import AlfWorld, expert, game, held_out_tasks, success, training_tasks
 from ludus.envs.alfworld.game import Game, GameFile, UnknownRules, read_game
 from ludus.envs.alfworld.tasks import data_folder, load_game
 
@@ -174,6 +176,31 @@ def test_files_with_other_rules_and_folders_without_games_are_refused(
         AlfWorld().reset(task, **task.envs["alfworld"])
     (folder / "game.tw-pddl").write_text(json.dumps({**other, "solvable": False}))
     assert training_tasks() == []
+
+
+@pytest.mark.parametrize("damage", ["problem", "facts", "json", "grammar"])
+def test_a_damaged_game_is_named_with_how_to_get_it_again(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    domain, grammar = "(define)", 'x "Your task is to: y."'
+    monkeypatch.setattr(game, "RULES", game._rules_of(domain, 'x ""'))
+    problem = f"(define (:init {' '.join(f'({f})' for f in HOUSE.split('|'))}) (:goal {LIGHT}))"
+    whole = {"pddl_domain": domain, "grammar": grammar, "pddl_problem": problem, "solvable": True}
+    text = {
+        "problem": json.dumps({**whole, "pddl_problem": problem[:300]}),
+        "facts": json.dumps({**whole, "pddl_problem": "(define (:init) (:goal (and)))"}),
+        "json": json.dumps(whole)[:-40] + '"solvable": true',
+        "grammar": json.dumps({**whole, "grammar": grammar.replace("x", "z")}),
+    }[damage]
+    folder = tmp_path / "valid_seen" / "pick_and_place_simple-a" / "trial_1"
+    folder.mkdir(parents=True)
+    (folder / "game.tw-pddl").write_text(text)
+    monkeypatch.setenv("LUDUS_ALFWORLD_DATA", str(tmp_path))
+    shown = CliRunner().invoke(app, ["check", "env", "alfworld"], env={"COLUMNS": "1000"})
+    told = shown.output.replace("\n", " ")
+    assert shown.exit_code == 1 and f"the game {folder}/game.tw-pddl is damaged" in told
+    assert "get it again with alfworld-download" in told
+    assert "let reset accept" not in told and "make it work for every task" not in told
 
 
 # With the game files --------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 from ludus.cli.main import app
 from ludus.core import ConfigError
 from ludus.envs import WORLDS, load_env
+from ludus.envs.maths import gsm8k_training_tasks
+from ludus.envs.search import evaluation_questions
 from ludus.training import load_parts, load_recipe
 
 ROOT = Path(__file__).parent.parent.parent
@@ -40,6 +42,35 @@ def test_what_is_not_installed_is_named_with_its_extra() -> None:
     ]
     with pytest.raises(ConfigError, match="'safe' needs no_such_package"):
         world.tasks("train")
+
+
+def test_data_that_is_named_and_not_there_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = WORLDS["alfworld"]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "games").mkdir()
+    monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path / "games"))
+    monkeypatch.delenv("LUDUS_ALFWORLD_DATA", raising=False)
+    assert world.missing() == []
+    monkeypatch.setenv("LUDUS_ALFWORLD_DATA", "games")  # comes first, as for those who read it
+    where = f"set it to its folder (docs/envs/alfworld.md), such as {tmp_path / 'games'}"
+    assert world.missing() == [f"data: LUDUS_ALFWORLD_DATA = 'games' is no absolute path: {where}"]
+    monkeypatch.setenv("LUDUS_ALFWORLD_DATA", "~/no-such-games")
+    assert "'~/no-such-games' is no absolute path" in world.missing()[0]
+    monkeypatch.setenv("LUDUS_ALFWORLD_DATA", str(tmp_path / "absent"))
+    told = f"LUDUS_ALFWORLD_DATA = '{tmp_path / 'absent'}' does not exist"
+    assert world.missing()[0].startswith(f"data: {told}")
+    with pytest.raises(ConfigError, match="does not exist"):
+        world.tasks("train")
+    for variable, load in (
+        ("LUDUS_GSM8K", gsm8k_training_tasks),
+        ("LUDUS_QA_DATA", evaluation_questions),
+    ):
+        for value, problem in (("games", "is no absolute path"), (f"{tmp_path}/x", "does not exist")):
+            monkeypatch.setenv(variable, value)
+            with pytest.raises(ConfigError, match=f"{variable} = .* {problem}: set it to the f"):
+                load()
 
 
 def test_prebuilt_and_own_environments_are_loaded_by_name() -> None:

@@ -7,7 +7,9 @@ import itertools
 import os
 import random
 import threading
+from collections import Counter
 from collections.abc import Generator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -129,6 +131,32 @@ class Memory(Count):
 async def proved(kind: type[Env], **settings: Any) -> dict[str, Clause]:
     contract = EnvContract(kind, TASKS, "count", **{"expert": expert, "max_turns": 8, **settings})
     return {clause.name: clause async for clause in contract.clauses()}
+
+
+async def test_tasks_of_every_kind_are_tried() -> None:
+    """A set is often sorted by its kinds of tasks."""
+    seen: dict[str, Counter[str]] = {}
+
+    class Watched(Count):
+        def reset(self, task: Task) -> str:
+            seen.setdefault(clause[0], Counter())[str(task.metadata["kind"])] += 1
+            return super().reset(task)
+
+    clause = ["determinism"]
+    made = [
+        replace(TASKS[0], id=f"{kind}{n}", metadata={"kind": kind})
+        for kind in "abcde"
+        for n in range(40)
+    ]
+    contract = EnvContract(
+        Watched, made, "count", expert=expert, max_turns=8, sample=3, gold=5, episodes=20
+    )
+    async for found in contract.clauses():
+        assert found.ok is not False, found
+        clause[0] = {"leaks": "gold solution"}.get(found.name, found.name + " is over")
+    assert len(seen["determinism"]) == 3
+    assert len(seen["concurrent instances is over"]) == 5, "leaks"
+    assert len(seen["gold solution"]) == 5
 
 
 async def test_a_good_one_keeps_every_clause() -> None:

@@ -14,6 +14,7 @@ from server_process import TOOLS, ServerProcess, context, lines_of, serving, unt
 
 from ludus.core import Boundary, InfraError, ToolCall
 from ludus.serve import ToolServer
+from ludus.tools import remote_http
 from ludus.tools.hosting import EpisodeLost, OutcomeUnknown, ProcessHost
 from ludus.tools.remote import RemoteTools
 
@@ -67,6 +68,35 @@ async def test_a_server_that_is_gone_is_a_typed_failure() -> None:
         with pytest.raises(InfraError, match="attempts") as caught:
             await tools.open(context())
         assert caught.value.boundary is Boundary.SERVER and caught.value.attempts >= 2
+
+
+async def test_an_outage_is_told_while_it_lasts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(remote_http, "_SAY_AFTER_SECONDS", 0.2)
+    first = ServerProcess("echo")
+    try:
+        async with RemoteTools(first.address, unreachable_seconds=40) as tools:
+            episodes = [context(str(number)) for number in range(3)]
+            for one in episodes:
+                await tools.open(one)
+            first.kill()
+            calls = [
+                asyncio.create_task(tools.call(ToolCall("echo", {"text": "x"}), one)) for one in episodes
+            ]
+            await until(lambda: "has not answered" in caplog.text)
+            assert "answers again" not in caplog.text
+            with serving("echo", options=("--port", str(first.port))):
+                assert [(await one).content for one in calls] == ["x"] * 3
+                for one in episodes:
+                    await tools.close(one)
+    finally:
+        first.close()
+    told = [one.getMessage() for one in caplog.records if one.name == remote_http.__name__]
+    assert len(told) == 2, "once for all episodes, and when it is over"
+    assert told[0].startswith(f"the server at {first.address} has not answered for ")
+    assert "waits for 40 seconds" in told[0]
+    assert told[1] == f"the server at {first.address} answers again"
 
 
 async def test_with_several_servers_episodes_are_spread_and_move_when_one_dies() -> None:

@@ -18,7 +18,7 @@ from ludus.core.config import read_toml
 from ludus.core.failures import ConfigError, Failure, Fault, LudusError, MissingExtraError
 from ludus.core.messages import Message, ToolCall, ToolContext, ToolResult, ToolSet
 from ludus.core.registry import load_reference
-from ludus.core.task import Task
+from ludus.core.task import Task, spread
 from ludus.core.trajectory import is_success
 from ludus.core.user_code import first_call_errors, reset_error_counts
 from ludus.envs import WORLDS, PoolConfig, World, check_env, load_env
@@ -155,7 +155,7 @@ async def _set_findings(plan: TaskSetSpec, call_tools: bool | None, seconds: flo
             what = "the check of the rewards"
             if callable(parts.demonstrations):
                 named = recipe.first_sft.demonstrations or getattr(parts.demonstrations, "__name__", "")
-                what = f"the expert {named} on {len(parts.tasks[:SAMPLE])} tasks"
+                what = f"the expert {named} on {min(SAMPLE, len(parts.tasks))} tasks"
             findings += await _within(seconds, what, _scores(recipe, parts))
         if call_tools is not False and not any(severity == "error" for severity, _ in findings):
             calls = _tool_calls(recipe, parts, may_change=call_tools is True)
@@ -256,7 +256,7 @@ async def _scores(recipe: Recipe, parts: Parts) -> Findings:
     """Does the right behaviour score? By the expert where there is one, else by the gold answers."""
     from ludus.training.run_context import play_expert
 
-    tasks = parts.tasks[:SAMPLE]
+    tasks = spread(parts.tasks, SAMPLE)
     expert = parts.demonstrations
     if callable(expert):
         async with _rollout(recipe, parts) as rollout:
@@ -433,7 +433,7 @@ async def _env(
     if (isolation or getattr(factory, "isolation", None)) == "process":
         factory = partial(IsolatedEnv, factory, name)  # it may crash, as it may in a run
     found = await check_env(factory, tasks[0] if tasks else None, name=name)
-    return [(str(finding.severity), f"{finding.problem}; {finding.fix}") for finding in found]
+    return [(str(one.severity), "; ".join(filter(None, (one.problem, one.fix)))) for one in found]
 
 
 def tool_findings(reference: str, arguments: str | None, name: str | None = None) -> Findings:

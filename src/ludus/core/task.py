@@ -68,6 +68,12 @@ class Task:
         return replace(made, id=str(name), metadata={**metadata, **fields})
 
 
+def spread(tasks: Sequence[Task], count: int) -> list[Task]:
+    """`count` of the tasks, far apart: sets are often sorted, and the first ones all of one kind."""
+    some = min(count, len(tasks))
+    return [tasks[place * len(tasks) // some] for place in range(some)]
+
+
 def _environments(given: Any) -> dict[str, Json]:
     table = given if given is not None else {}
     if not isinstance(table, Mapping) or not all(isinstance(one, Mapping) for one in table.values()):

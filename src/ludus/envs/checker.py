@@ -37,9 +37,10 @@ class EnvFinding:
     severity: Severity
     problem: str
     fix: str
+    """Empty where the problem itself says what to do."""
 
     def __str__(self) -> str:
-        return f"{self.severity}: {self.problem}\n  fix: {self.fix}"
+        return f"{self.severity}: {self.problem}" + (f"\n  fix: {self.fix}" if self.fix else "")
 
 
 Action = str | ToolCall
@@ -107,7 +108,7 @@ class _Check:
         try:
             return (await reset_env(env, self._task, self._name, timeout=_SECONDS)).text
         except ConfigError as error:
-            self._reset_error(str(error), "let reset accept what the task gives it")
+            self._reset_error(str(error), "")
         except TypeError as error:
             self._reset_error(
                 f"reset is wrong: {error}", "take the task; return text, an Observation or None"

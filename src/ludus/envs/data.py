@@ -17,10 +17,24 @@ ENDINGS = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
 
 def data_path(variable: str, what: str) -> Path:
     """The file or folder that an environment variable names."""
-    path = Path(os.environ.get(variable, ""))
-    if not path.is_absolute() or not path.exists():
-        raise ConfigError(f"set {variable} to {what}, by its absolute path")
-    return path
+    if problem := path_problem(variable, f"{what}, by its absolute path"):
+        raise ConfigError(problem)
+    return Path(os.environ[variable])
+
+
+def path_problem(variables: str, what: str) -> str:
+    """Why an environment variable (the first of `A|B` that is set) names no data; empty where it does."""
+    names = variables.split("|")
+    given = next((name for name in names if os.environ.get(name)), None)
+    if given is None:
+        return f"set {' or '.join(names)} to {what}"
+    path = Path(os.environ[given])
+    if not path.is_absolute():
+        near = path.expanduser().absolute()
+        return f"{given} = {str(path)!r} is no absolute path: set it to {what}" + (
+            f", such as {near}" if near.exists() else ""
+        )
+    return "" if path.exists() else f"{given} = {str(path)!r} does not exist: set it to {what}"
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -14,13 +14,13 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, cast
 
 from ludus.core.failures import ConfigError
 from ludus.core.messages import ToolCall, ToolSet
 from ludus.core.registry import Registry, load_reference
 from ludus.core.task import Task
+from ludus.envs.data import path_problem
 from ludus.envs.env import Env
 from ludus.tools.library import build_toolset
 
@@ -78,9 +78,9 @@ class World:
         for program in self.programs:
             if not any(shutil.which(os.environ.get(name, name)) for name in program.split("|")):
                 found.append(f"the program {program.replace('|', ' or ')}")
-        names = self.data.split("|") if self.data is not None else []
-        if names and not any(Path(os.environ.get(name, "")).is_absolute() for name in names):
-            found.append(f"data: set {' or '.join(names)} to its folder (docs/envs/{self.name}.md)")
+        where = f"its folder (docs/envs/{self.name}.md)"
+        if self.data is not None and (problem := path_problem(self.data, where)):
+            found.append(f"data: {problem}")
         return found
 
     @property

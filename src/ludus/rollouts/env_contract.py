@@ -18,7 +18,7 @@ from typing import Any
 from ludus.core.concurrency import DeadlineExceeded, run_sync
 from ludus.core.failures import ConfigError, Fault, LudusError
 from ludus.core.messages import ToolCall, ToolContext, ToolSet
-from ludus.core.task import Task
+from ludus.core.task import Task, spread
 from ludus.core.tokenizer import ByteTokenizer
 from ludus.core.trajectory import Trajectory, is_success
 from ludus.core.user_code import error_with_location
@@ -154,7 +154,7 @@ class EnvContract:
 
     async def _determinism(self) -> str:
         actions = 0
-        for task in self.tasks[: self.sample]:
+        for task in spread(self.tasks, self.sample):
             async with self._instance() as one, self._instance() as other:
                 first = await self._walk(one, task)
                 _compare(first, await self._walk(other, task), task, "in a second instance")
@@ -163,7 +163,7 @@ class EnvContract:
 
     async def _reset_after_done(self) -> str:
         async with self._instance() as env:
-            for task in self.tasks[: self.sample]:
+            for task in spread(self.tasks, self.sample):
                 first = await self._walk(env, task)
                 await self._solve(env, task)  # leave as much behind as can be
                 _compare(first, await self._walk(env, task), task, "after a reset")
@@ -192,7 +192,7 @@ class EnvContract:
 
     async def _action_after_done(self) -> str:
         async with self._instance() as env:
-            for task in self.tasks[: self.sample]:
+            for task in spread(self.tasks, self.sample):
                 last = await self._solve(env, task)
                 if last is None:
                     continue
@@ -216,10 +216,11 @@ class EnvContract:
         return "nothing raised"
 
     async def _concurrent(self) -> str:
-        tasks = [self.tasks[number % len(self.tasks)] for number in range(self.instances)]
+        some = spread(self.tasks, self.instances)
+        tasks = [some[number % len(some)] for number in range(self.instances)]
         alone = {}
         async with self._instance() as env:
-            for task in tasks[: len(self.tasks)]:
+            for task in some:
                 alone[task.id] = await self._walk(env, task)
 
         async def one(task: Task) -> tuple[Task, Story]:
@@ -233,10 +234,11 @@ class EnvContract:
     async def _leaks(self) -> str:
         async with self._instance() as env:
             before = after = ResourceUsage.of(env.env)
+            some = spread(self.tasks, self.episodes)
             for number in range(self.episodes):
                 if number == self.episodes // 2:
                     before = ResourceUsage.of(env.env)
-                await self._walk(env, self.tasks[number % len(self.tasks)])
+                await self._walk(env, some[number % len(some)])
             after = ResourceUsage.of(env.env)
         grown = f"in {self.episodes - self.episodes // 2} of {self.episodes} episodes: {after - before}"
         if after.leaks_since(before, self.episodes):
@@ -282,7 +284,7 @@ class EnvContract:
             budgets=budgets,
             max_in_flight=max(self.instances, 4),
         )
-        tasks = list(self.tasks[: self.gold])
+        tasks = spread(self.tasks, self.gold)
         return [group.trajectories[0] async for group in playing.groups(tasks, seed=0)]
 
     async def _walk(self, env: CheckedInstance, task: Task) -> Story:

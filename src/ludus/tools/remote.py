@@ -161,7 +161,8 @@ class RemoteTools:
         self._deadline, self._unreachable_seconds = deadline, unreachable_seconds
         self._addresses = [normalized(one) for one in given]
         self._wanted = None if tools is None else list(tools)
-        self._http = ToolHttpClient(_token(self._addresses) if token is None else token, connections)
+        known = _token(self._addresses) if token is None else token
+        self._http = ToolHttpClient(known, connections, " or ".join(self._addresses))
         self._episodes: dict[str, _RemoteEpisode] = {}
         self._cancelling: set[asyncio.Task[None]] = set()
 

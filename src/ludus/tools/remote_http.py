@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import random
 import resource
@@ -39,6 +40,8 @@ from ludus.tools.wire import (
 if TYPE_CHECKING:
     import aiohttp
 
+_log = logging.getLogger(__name__)
+
 _ERROR = TypeAdapter(ErrorBody)
 _PURPOSE = "calling tools on a server"
 _CONNECT_SECONDS = 5.0
@@ -51,6 +54,8 @@ _OUR_MISTAKE = frozenset(
 _FIRST_PAUSE = 0.05
 _LONGEST_PAUSE = 5.0
 _FIRST_CONTACT_SECONDS = 10.0
+_SAY_AFTER_SECONDS = 5.0
+_SAY_AGAIN_SECONDS = 60.0
 _NEVER_REACHED = "; is the address right, and was it started (ludus serve tools, ludus serve env)?"
 
 
@@ -103,10 +108,14 @@ class ServerResponse:
 class ToolHttpClient:
     """Sends requests, each once. Whether to send again is decided by who knows what it was."""
 
-    def __init__(self, token: str | None, connections: int) -> None:
-        """`connections` are the most at a time; requests beyond wait for one of them."""
+    def __init__(self, token: str | None, connections: int, where: str) -> None:
+        """`connections` are the most at a time; requests beyond wait for one of them. `where` names the servers
+        for people."""
         self.has_answered = False
         """Whether any server has ever answered."""
+        self._where = where
+        self._silent_since: float | None = None
+        self._say_at, self._was_told = 0.0, False
         self._connections = connections
         self._headers = {"Accept": f"{JSON_TYPE}, {STREAM_TYPE}", "Content-Type": JSON_TYPE}
         if token:
@@ -138,6 +147,25 @@ class ToolHttpClient:
             raise ResponseLost(f"{url}: {type(error).__name__}: {error}") from error
         self.has_answered = True
         return answer
+
+    def note_answer(self) -> None:
+        """A server answered: the end of an outage, if there was one."""
+        if self._was_told:
+            _log.warning("the server at %s answers again", self._where)
+        self._silent_since, self._was_told = None, False
+
+    def note_silence(self, problem: str, patience: float) -> None:
+        """No server could be reached: say so once it has lasted, and again while it lasts."""
+        now = time.monotonic()
+        if self._silent_since is None:
+            self._silent_since, self._say_at = now, now + _SAY_AFTER_SECONDS
+        if now >= self._say_at:
+            self._say_at, self._was_told = now + _SAY_AGAIN_SECONDS, True
+            _log.warning(
+                "the server at %s has not answered for %.0f seconds (%s). What needs it waits for %g seconds; "
+                "then its episode is played once more. Start the server again, and all goes on",
+                *(self._where, now - self._silent_since, problem, patience),
+            )
 
     async def close(self) -> None:
         """Close the connections of this event loop."""
@@ -247,6 +275,7 @@ class RetryBudget:
     def reached(self) -> None:
         """A server answered, whatever it said."""
         self._unreachable_since = None
+        self._http.note_answer()
 
     def unreachable(self) -> None:
         """No server could be reached."""
@@ -256,6 +285,8 @@ class RetryBudget:
     async def pause(self, problem: str, at_least: float = 0.0) -> None:
         """Wait before the next attempt, for as long as a server asked and some more; or give up."""
         self._problem = problem
+        if self._unreachable_since is not None:
+            self._http.note_silence(problem, self._unreachable_seconds)
         if self.is_spent:
             message = f"no result from the tool server after {self.attempts} attempts: {problem}"
             if self._http.has_answered:

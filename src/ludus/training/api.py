@@ -19,7 +19,7 @@ from rich.console import Console
 
 from ludus.core.concurrency import frozen_gc, run_coroutine
 from ludus.core.config import read_toml
-from ludus.core.failures import ConfigError, MissingExtraError
+from ludus.core.failures import ConfigError, LudusError, MissingExtraError
 from ludus.core.generation import Sampling
 from ludus.core.task import Task
 from ludus.core.trajectory import Group
@@ -313,11 +313,13 @@ async def train_async(
             f"the run could not be written to {writer.path.absolute()}, where {free:,.0f} MiB are free: "
             f"{error}. Make room, then go on with: {again.format(path=str(writer.path))}"
         ) from error
-    except RankError as error:
-        how = again.format(path=str(writer.path))
-        raise RankError(f"{error}. To go on from the last checkpoint: {how}") from error
     except (ConfigError, MissingExtraError):
         writer.discard()  # if nothing was recorded: the corrected command finds the place as this one did
+        raise
+    except LudusError as error:  # a rank that died, a server that is gone: nothing that the recipe says
+        error.args = (
+            f"{error}. To go on from the last checkpoint: {again.format(path=str(writer.path))}",
+        )
         raise
 
 

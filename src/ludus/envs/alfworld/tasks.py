@@ -11,7 +11,7 @@ from pathlib import Path
 from ludus.core.failures import ConfigError
 from ludus.core.messages import ToolCall
 from ludus.core.task import Task
-from ludus.envs.alfworld.game import GameFile, UnknownRules, read_game
+from ludus.envs.alfworld.game import Game, GameFile, UnknownRules, read_game
 
 VARIABLES = ("LUDUS_ALFWORLD_DATA", "ALFWORLD_DATA")
 SUBTASKS = (
@@ -57,12 +57,21 @@ def load_game(game: str) -> GameFile:
 
 @lru_cache(maxsize=256)
 def _load(path: Path) -> GameFile:
+    again = "get it again with alfworld-download of ALFWorld 0.4"
     try:
-        return read_game(json.loads(path.read_text()))
+        file = read_game(json.loads(path.read_text()))
+        Game(file)  # its facts are those of a game
     except UnknownRules as error:
-        raise ConfigError(f"{path}: {error}; get the games again with alfworld-download 0.4") from error
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"the game {path} cannot be read: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"the game {path} is damaged or of another version: {error}; {again}"
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"the game {path} cannot be read: {error}") from error
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"the game {path} is damaged ({type(error).__name__}: {error}); {again}"
+        ) from error
+    return file
 
 
 def _tasks(split: str) -> list[Task]:
