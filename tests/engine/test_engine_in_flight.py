@@ -328,6 +328,43 @@ def test_logits_that_are_not_finite_fail_whoever_has_them() -> None:
     assert pool.available == pool.blocks
 
 
+@pytest.mark.parametrize("settings", [AHEAD, {"is_static": False}], ids=["static", "gathered"])
+@pytest.mark.parametrize("honest", [{"temperature": 0}, {"temperature": 0, "top_p": 0.9}], ids=str)
+def test_a_row_that_cannot_be_sampled_fails_alone(settings: Any, honest: Any) -> None:
+    model = make()
+    worker = _worker(model, **settings)
+    contexts = prompts([9, 7, 11])
+    outcomes = [_ask(worker, c, Sampling(max_tokens=8, **honest)) for c in contexts]
+    worker.step()
+    hostile = Sampling(max_tokens=8, top_k=1)
+    object.__setattr__(hostile, "top_k", 2**63)  # as if no check had stood before the engine
+    refused = _ask(worker, contexts[0], hostile)
+    _finish(worker)
+    assert isinstance(refused[0], EngineError)
+    assert "sampling a token raised" in str(refused[0])
+    for context, outcome in zip(contexts, outcomes, strict=True):
+        assert outcome[0].tokens == stock_greedy(model, context, 8)
+    assert worker.stats.failed_steps == 0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("settings", [AHEAD, {"is_static": False}], ids=["static", "gathered"])
+def test_a_row_of_logits_that_are_not_finite_fails_alone(settings: Any, value: float) -> None:
+    model = make()
+    contexts = [[token for token in c if token != 50] for c in prompts([9, 7, 11])]
+    expected = [stock_greedy(model, context, 8) for context in contexts]
+    assert not any(50 in tokens for tokens in expected)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[50] = value  # spoils those alone who read this token
+    worker = _worker(model, **settings)
+    outcomes = [_ask(worker, c, Sampling(max_tokens=8, temperature=0)) for c in contexts]
+    worker.step()
+    spoiled = [_ask(worker, [*contexts[0], 50], Sampling(max_tokens=8)) for _ in range(2)]
+    _finish(worker)
+    assert all("not finite" in str(outcome[0]) for outcome in spoiled)
+    assert [outcome[0].tokens for outcome in outcomes] == expected
+
+
 def test_a_cancelled_request_is_not_answered_twice() -> None:
     worker = _worker(make())
     outcome: list[Any] = []

@@ -111,7 +111,10 @@ def serve_model(
     log_as_json(level=log_level(quiet, verbose))
     ready = announcing(private_stdout(), kept)
     source = ModelConfig(name=_newest_checkpoint(model), device=device, dtype=dtype)
-    sampling = Sampling(max_tokens=max_tokens, temperature=temperature)
+    try:
+        sampling = Sampling(max_tokens=max_tokens, temperature=temperature)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     asyncio.run(
         _serve(source, name or model, config, token, ready, sampling, format, history, tokens_per_step)
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, runtime_checkable
+
+import numpy as np
 
 from ludus.core.messages import MediaSpan
 
@@ -26,6 +27,26 @@ class VersionSpan:
 
     start: int
     version: int
+
+
+COLDEST, HOTTEST = 1e-30, 1e6
+"""The temperatures that float32 can divide logits by, beside 0, which is greedy."""
+_LARGEST = 2**31 - 1
+_LONGEST_STOP = 4096
+_ALLOWED = {
+    "max_tokens": f"1 to {_LARGEST}",
+    "temperature": f"0, or {COLDEST:g} to {HOTTEST:g}",
+    "top_p": "above 0, to 1",
+    "top_k": f"0 to {_LARGEST}, and 0 is all tokens",
+    "min_p": "0 to 1",
+    "repetition_penalty": "0.001 to 1000",
+    "stop": f"texts of 1 to {_LONGEST_STOP} characters",
+    "seed": "a whole number of 64 bits",
+}
+
+
+def _is_whole(value: object, least: int, most: int) -> bool:
+    return isinstance(value, int | np.integer) and bool(least <= value <= most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +69,21 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        """Refuse what a row cannot be sampled by: it would share its batch with other callers' rows."""
         checks = {
-            "max_tokens": self.max_tokens >= 1,
-            "temperature": 0 <= self.temperature < math.inf,
+            "max_tokens": _is_whole(self.max_tokens, 1, _LARGEST),
+            "temperature": self.temperature == 0 or COLDEST <= self.temperature <= HOTTEST,
             "top_p": 0 < self.top_p <= 1,
-            "top_k": self.top_k >= 0,
+            "top_k": _is_whole(self.top_k, 0, _LARGEST),
             "min_p": 0 <= self.min_p <= 1,
-            "repetition_penalty": 0 < self.repetition_penalty < math.inf,
-            "stop": all(self.stop),
+            "repetition_penalty": 0.001 <= self.repetition_penalty <= 1000,
+            "stop": all(0 < len(stop) <= _LONGEST_STOP for stop in self.stop),
+            "seed": _is_whole(self.seed, -(2**63), 2**64 - 1),
         }
         for name, good in checks.items():
             if not good:
-                raise ValueError(f"sampling.{name} cannot be {getattr(self, name)!r}")
+                value = getattr(self, name)
+                raise ValueError(f"sampling.{name} cannot be {value!r:.60}; it can be {_ALLOWED[name]}")
 
     @property
     def is_truncated(self) -> bool:

@@ -4,7 +4,7 @@ Everything here runs on one thread. On a GPU one step is in flight while the nex
 that the device never waits for the host: `step` launches a step, then collects the one before it. On a CPU a
 step is collected at once. Whatever must see the state of all requests (a pause, new weights, a failure) first
 collects the steps in flight. A step that raises fails the requests that were part of it and drops all KV; the
-engine stays usable.
+engine stays usable. A row that cannot be sampled, or whose logits are not finite, fails alone.
 """
 
 from __future__ import annotations
@@ -206,6 +206,9 @@ class EngineCore:
             request.in_flight -= 1
             if request.is_done:
                 self.stats.wasted_tokens += 1
+                continue
+            if request.failure is not None:
+                self._fail(request, "sampling a token", request.failure)
                 continue
             if not is_finite:
                 not_finite.append(request)

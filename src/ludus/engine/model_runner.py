@@ -303,14 +303,26 @@ def _warn_slow(reason: str) -> None:
 def sample_chunks(
     logits_RV: Tensor, chunks: Sequence[Chunk]
 ) -> tuple[list[int], list[float], list[bool]]:
-    """(tokens, log-probabilities, whether finite) by each request's sampling parameters."""
-    requests = [chunk.request for chunk in chunks]
-    return sample_with_params(
-        logits_RV,
-        [request.sampling for request in requests],
-        [chunk.stop - chunk.request.prompt for chunk in chunks],
-        [request.seen for request in requests],
-    )
+    """(tokens, log-probabilities, whether finite) by each request's sampling parameters.
+
+    A row that cannot be sampled fails alone: its request keeps the error (`Request.failure`).
+    """
+    try:
+        requests = [chunk.request for chunk in chunks]
+        return sample_with_params(
+            logits_RV,
+            [request.sampling for request in requests],
+            [chunk.stop - chunk.request.prompt for chunk in chunks],
+            [request.seen for request in requests],
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whose row it was shows when each is sampled alone
+        if len(chunks) == 1:
+            chunks[0].request.failure = error
+            return [0], [0.0], [True]
+    rows = [sample_chunks(logits_RV[i : i + 1], [chunk]) for i, chunk in enumerate(chunks)]
+    return [row[0][0] for row in rows], [row[1][0] for row in rows], [row[2][0] for row in rows]
 
 
 def score(model: nn.Module, chunk: Chunk, hidden_CH: Tensor) -> Tensor:

@@ -96,6 +96,8 @@ class Request:
     """Tokens whose step was launched and not collected yet."""
     is_decoding: bool = False
     """Whether the next token to compute is the one that its row sampled last."""
+    failure: Exception | None = None
+    """Why its last token could not be sampled."""
     is_done: bool = False
     """Whether it has finished; what still arrives for it is dropped."""
     behind: tuple[Request, int] | None = None

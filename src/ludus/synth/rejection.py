@@ -23,7 +23,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from ludus.core.generation import Sampling
+from ludus.core.generation import HOTTEST, Sampling
 from ludus.core.trajectory import Group, Trajectory, is_lost, is_success
 from ludus.llm.embeddings import load_embedder, open_embedder
 from ludus.synth.folder import ItemResult
@@ -44,7 +44,7 @@ class RejectionSamplingConfig(SynthConfig):
 
     attempts: int = Field(default=16, ge=1)
     """Episodes for each task."""
-    temperature: float | None = Field(default=None, ge=0)
+    temperature: float | None = Field(default=None, ge=0, le=HOTTEST)
     """How actions are drawn; as the recipe says (sampling.temperature) when left out."""
     threshold: float = 1.0
     """The least reward of a success, where no reward is called success."""

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from json import JSONDecodeError, JSONDecoder
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, Self
 
 from ludus.core.failures import ConfigError, Fault
 from ludus.core.messages import Json, Message, Role, ToolCall, ToolResult, ToolSpec
+from ludus.core.strict_json import BadJson, whole_json
 
 THINK = ("<think>", "</think>")
 _SPACE = re.compile(r"\s*")
@@ -182,41 +181,7 @@ def unfinished(thought: str) -> ParsedAction:
 
 # Calls written as JSON, parsed from text that may be anything.
 
-MAX_DEPTH = 64
 _KEYS = frozenset({"name", "arguments", "parameters", "id", "type"})
-
-
-class BadJson(ValueError):
-    """What is wrong with a text that should be JSON."""
-
-
-def read_json(text: str, start: int = 0) -> tuple[Any, int]:
-    """The JSON value at `start` and where it ends; `BadJson` says what is wrong with it.
-
-    Stricter than `json.loads`: a key given twice, a number that is not finite, nesting beyond
-    `MAX_DEPTH` and half a surrogate pair are refused, so that every value can be stored and sent on.
-    """
-    try:
-        value, stop = _DECODER.raw_decode(text, start)
-    except JSONDecodeError as error:
-        raise BadJson(f"it is not valid JSON ({error.msg} at character {error.pos - start})") from None
-    except RecursionError:
-        raise BadJson(f"it is nested more than {MAX_DEPTH} levels deep") from None
-    except BadJson:
-        raise
-    except ValueError:
-        raise BadJson("it holds a number with too many digits") from None
-    _check(value)
-    return value, stop
-
-
-def whole_json(text: str) -> Any:
-    """The one JSON value that `text` is, white space aside; `BadJson` when it is anything else."""
-    body = text.strip()
-    value, stop = read_json(body)
-    if stop < len(body):
-        raise BadJson(f"something follows the JSON value at character {stop}")
-    return value
 
 
 def read_call(value: Any, example: str) -> ToolCall:
@@ -261,51 +226,6 @@ def _arguments(raw: Any) -> Json:
 def _kind(value: Any) -> str:
     names = {list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")
-
-
-def _object(pairs: list[tuple[str, Any]]) -> Json:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise BadJson(f'the key "{twice:.80}" is given twice')
-    return result
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise BadJson(f"the number {text:.40} is too large")
-    return number
-
-
-def _constant(text: str) -> NoReturn:
-    raise BadJson(f"{text} is not a JSON value")
-
-
-def _check(value: Any) -> None:
-    """Refuse what could be read, but not be written again or sent on."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        below: list[Any] = []
-        for item in level:
-            if isinstance(item, dict):
-                below.extend(item)
-                below.extend(item.values())
-            elif isinstance(item, list):
-                below.extend(item)
-            elif isinstance(item, str) and not item.isascii():
-                try:
-                    item.encode("utf-8")
-                except UnicodeEncodeError:
-                    raise BadJson("a string holds half of a surrogate pair") from None
-        if not below:
-            return
-        level = below
-    raise BadJson(f"it is nested more than {MAX_DEPTH} levels deep")
-
-
-_DECODER = JSONDecoder(object_pairs_hook=_object, parse_float=_finite, parse_constant=_constant)
 
 
 # Calls written as a block of text: which tool a block calls, and as which argument.

@@ -6,16 +6,15 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from ludus.core.messages import ToolCall, ToolSpec
+from ludus.core.strict_json import BadJson, read_json
 from ludus.rollouts.formats.base import (
     MAX_CALLS,
     ActionFormat,
-    BadJson,
     ParsedAction,
     before_any,
     limited,
     malformed,
     read_call,
-    read_json,
     skip_space,
     unfinished,
     write_json,

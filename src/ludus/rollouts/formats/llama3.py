@@ -7,16 +7,15 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from ludus.core.messages import ToolCall, ToolSpec
+from ludus.core.strict_json import BadJson, read_json
 from ludus.rollouts.formats.base import (
     MAX_CALLS,
     ActionFormat,
-    BadJson,
     ParsedAction,
     before_any,
     limited,
     malformed,
     read_call,
-    read_json,
     split_thinking,
     unfinished,
     write_json,

@@ -20,6 +20,7 @@ from pydantic import Field
 from ludus.core.chat import ChatModel, ChatOptions
 from ludus.core.config import Place
 from ludus.core.failures import ConfigError, LudusError
+from ludus.core.generation import HOTTEST
 from ludus.core.messages import Json, ToolSpec
 from ludus.core.random import key, shuffled
 from ludus.core.registry import load_reference
@@ -67,7 +68,7 @@ class LoopToolConfig(SynthConfig):
     """Training tasks that are set apart to measure failures by; no example is made of them."""
     attempts: int = Field(default=1, ge=1)
     """Episodes for each of them."""
-    temperature: float = Field(default=0.0, ge=0)
+    temperature: float = Field(default=0.0, ge=0, le=HOTTEST)
     """Of these episodes; 0 is greedy."""
     by: str = "capability"
     """The key of a task's metadata that says what it is practice in."""

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from ludus.core.config import Config, Place
+from ludus.core.generation import COLDEST, HOTTEST
 
 _TRUNCATION = {"top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
 """Sampling settings that importance ratios rule out, and the values with which they do nothing."""
@@ -16,7 +17,7 @@ _TRUNCATION = {"top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
 class SamplingConfig(Config):
     """How actions are drawn while training. There is no truncation: ratios would be wrong."""
 
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, ge=COLDEST, le=HOTTEST)
     """Divides the logits, in sampling and in the trained distribution alike."""
 
     @model_validator(mode="before")
@@ -47,7 +48,7 @@ class EvaluationConfig(Config):
     """How many of the held-out tasks; all when left out."""
     attempts: int = Field(default=1, ge=1)
     """Episodes for each task."""
-    temperature: float = Field(default=1.0, ge=0)
+    temperature: float = Field(default=1.0, ge=0, le=HOTTEST)
     """0 is greedy."""
 
     @model_validator(mode="after")

@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from ludus.core.config import Config, Place
+from ludus.core.generation import HOTTEST
 
 Decay = Annotated[float, Field(ge=0, lt=1, strict=True)]
 
@@ -306,7 +307,7 @@ class EvaluationStageConfig(BaseStageConfig):
     """What kind of stage this is."""
     attempts: int = Field(default=4, ge=1)
     """Episodes for each task."""
-    temperature: float = Field(default=1.0, ge=0)
+    temperature: float = Field(default=1.0, ge=0, le=HOTTEST)
     """0 is greedy."""
     pass_at: tuple[Annotated[int, Field(strict=True)], ...] = ()
     """The k of pass@k; powers of two up to the attempts when left out."""

@@ -1,0 +1,107 @@
+"""JSON from those who may write anything (models, clients of servers), read so that it can be sent on.
+
+Stricter than `json.loads`: a key given twice, a number that is not finite, half a surrogate pair and nesting
+beyond a limit are refused.
+"""
+
+from __future__ import annotations
+
+import math
+from json import JSONDecodeError, JSONDecoder
+from typing import Any, NoReturn
+
+from ludus.core.messages import Json
+
+MAX_DEPTH = 64
+
+
+class BadJson(ValueError):
+    """What is wrong with a text that should be JSON."""
+
+
+def read_json(text: str, start: int = 0, *, depth: int = MAX_DEPTH) -> tuple[Any, int]:
+    """The JSON value at `start` and where it ends; `BadJson` says what is wrong with it."""
+    try:
+        value, stop = _DECODER.raw_decode(text, start)
+    except JSONDecodeError as error:
+        raise BadJson(f"it is not valid JSON ({error.msg} at character {error.pos - start})") from None
+    except RecursionError:
+        raise _too_deep(depth) from None
+    except BadJson:
+        raise
+    except ValueError:
+        raise BadJson("it holds a number with too many digits") from None
+    check_json(value, depth=depth)
+    return value, stop
+
+
+def whole_json(text: str, *, depth: int = MAX_DEPTH) -> Any:
+    """The one JSON value that `text` is, white space aside; `BadJson` when it is anything else."""
+    body = text.strip()
+    value, stop = read_json(body, depth=depth)
+    if stop < len(body):
+        raise BadJson(f"something follows the JSON value at character {stop}")
+    return value
+
+
+def read_object(data: bytes | bytearray, *, depth: int = 100) -> Json:
+    """The object that the body of a request is, in UTF-8; `BadJson` when it is anything else."""
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadJson(f"it is not UTF-8 (byte {error.start})") from None
+    body = whole_json(text, depth=depth)
+    if not isinstance(body, dict):
+        raise BadJson("it must be a JSON object")
+    return body
+
+
+def check_json(value: Any, *, depth: int = MAX_DEPTH) -> None:
+    """`BadJson` for a value that could be read, but not be written again or sent on."""
+    level = [value]
+    for _ in range(depth):
+        below: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                below.extend(item)
+                below.extend(item.values())
+            elif isinstance(item, list):
+                below.extend(item)
+            elif isinstance(item, float) and not math.isfinite(item):
+                raise BadJson(f"the number {item} is not finite")
+            elif isinstance(item, str) and not item.isascii():
+                try:
+                    item.encode("utf-8")
+                except UnicodeEncodeError:
+                    raise BadJson("a string holds half of a surrogate pair") from None
+        if not below:
+            return
+        level = below
+    raise _too_deep(depth)
+
+
+def _too_deep(depth: int) -> BadJson:
+    return BadJson(f"it is nested more than {depth} levels deep")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> Json:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise BadJson(f'the key "{twice:.80}" is given twice')
+    return result
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise BadJson(f"the number {text:.40} is too large")
+    return number
+
+
+def _constant(text: str) -> NoReturn:
+    raise BadJson(f"{text} is not a JSON value")
+
+
+_DECODER = JSONDecoder(object_pairs_hook=_object, parse_float=_finite, parse_constant=_constant)
