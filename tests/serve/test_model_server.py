@@ -233,7 +233,7 @@ async def test_models_and_unknown_paths() -> None:
         ({"messages": [{"role": "robot", "content": "x"}]}, "role"),
         ({"messages": "hello"}, "list of objects"),
         ({"model": None}, "'model'"),
-        ({"tools": [{"type": "web_search"}]}, "only functions"),
+        ({"tools": [{"type": "function"}]}, "no 'function'"),
         ({"temperature": "hot"}, "must be a number"),
         ({"max_tokens": 0}, "above 0"),
         ({"stop": [1]}, "'stop'"),

@@ -19,7 +19,9 @@ class BadJson(ValueError):
     """What is wrong with a text that should be JSON."""
 
 
-def read_json(text: str, start: int = 0, *, depth: int = MAX_DEPTH) -> tuple[Any, int]:
+def read_json(
+    text: str, start: int = 0, *, depth: int = MAX_DEPTH, most: int | None = None
+) -> tuple[Any, int]:
     """The JSON value at `start` and where it ends; `BadJson` says what is wrong with it."""
     try:
         value, stop = _DECODER.raw_decode(text, start)
@@ -31,34 +33,37 @@ def read_json(text: str, start: int = 0, *, depth: int = MAX_DEPTH) -> tuple[Any
         raise
     except ValueError:
         raise BadJson("it holds a number with too many digits") from None
-    check_json(value, depth=depth)
+    check_json(value, depth=depth, most=most)
     return value, stop
 
 
-def whole_json(text: str, *, depth: int = MAX_DEPTH) -> Any:
+def whole_json(text: str, *, depth: int = MAX_DEPTH, most: int | None = None) -> Any:
     """The one JSON value that `text` is, white space aside; `BadJson` when it is anything else."""
     body = text.strip()
-    value, stop = read_json(body, depth=depth)
+    value, stop = read_json(body, depth=depth, most=most)
     if stop < len(body):
         raise BadJson(f"something follows the JSON value at character {stop}")
     return value
 
 
-def read_object(data: bytes | bytearray, *, depth: int = 100) -> Json:
-    """The object that the body of a request is, in UTF-8; `BadJson` when it is anything else."""
+def read_object(data: bytes | bytearray, *, depth: int = 100, most: int = 200_000) -> Json:
+    """The object that the body of a request is, in UTF-8; `BadJson` when it is anything else.
+
+    `most` bounds its keys and values together: what is done with each takes longer than to read it.
+    """
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise BadJson(f"it is not UTF-8 (byte {error.start})") from None
-    body = whole_json(text, depth=depth)
+    body = whole_json(text, depth=depth, most=most)
     if not isinstance(body, dict):
         raise BadJson("it must be a JSON object")
     return body
 
 
-def check_json(value: Any, *, depth: int = MAX_DEPTH) -> None:
+def check_json(value: Any, *, depth: int = MAX_DEPTH, most: int | None = None) -> None:
     """`BadJson` for a value that could be read, but not be written again or sent on."""
-    level = [value]
+    level, seen = [value], 0
     for _ in range(depth):
         below: list[Any] = []
         for item in level:
@@ -76,7 +81,9 @@ def check_json(value: Any, *, depth: int = MAX_DEPTH) -> None:
                     raise BadJson("a string holds half of a surrogate pair") from None
         if not below:
             return
-        level = below
+        level, seen = below, seen + len(below)
+        if most is not None and seen > most:
+            raise BadJson(f"it holds more than {most:,} keys and values")
     raise _too_deep(depth)
 
 

@@ -32,6 +32,9 @@ class ImageTokens(Protocol):
     def text(self) -> str:
         """The placeholder's text; chat templates write it once for each picture."""
 
+    def pixels(self, media: Media) -> int:
+        """How many pixels it has, by its header; `PictureError` if it has none, or too many."""
+
     def tokens(self, media: Media) -> list[int]:
         """What stands for this picture: placeholders, and what the model wants around them.
 

@@ -16,7 +16,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,14 +26,19 @@ from torch import Tensor, nn
 from ludus.core.failures import ConfigError, LudusError, MissingExtraError
 from ludus.core.lru import LruCache
 from ludus.core.messages import Media, MediaSpan
-from ludus.core.pictures import PictureError
+from ludus.core.pictures import MOST_PIXELS, PictureError
 from ludus.engine.hf_model import unwrapped
-from ludus.engine.pictures import decode_picture
+from ludus.engine.pictures import PixelBudget, decode_picture, pixel_count
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 VIRTUAL = 1 << 62
 """Token ids from here on are virtual."""
 _ATTRIBUTE = "ludus_images"
 _PIXEL_BYTES = 1 << 29
+_DECODING = PixelBudget(MOST_PIXELS)
+"""What all models of this process decode at once: a pixel takes some 20 bytes until its picture is encoded."""
 _NO_PIXELS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
 
 
@@ -95,6 +100,11 @@ class ImageProcessor:
     def __reduce__(self) -> tuple[type[ImageProcessor], tuple[Any]]:
         return ImageProcessor, (self.inner,)
 
+    def pixels(self, media: Media) -> int:
+        if media.data is None or self._encoded.find(media.sha256) is not None:
+            return 0
+        return pixel_count(media.data)
+
     def tokens(self, media: Media) -> list[int]:
         return list(self.encode(media.sha256, media.data).tokens)
 
@@ -109,7 +119,10 @@ class ImageProcessor:
             raise PictureError(
                 f"the picture {sha256[:12]} does not have the hash that it is said to have"
             )
-        picture = decode_picture(data)
+        with _DECODING.held(pixel_count(data)):
+            return self._encode_pixels(decode_picture(data))
+
+    def _encode_pixels(self, picture: Image) -> EncodedImage:
         try:
             made = dict(
                 self.inner(

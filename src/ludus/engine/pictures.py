@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
@@ -39,6 +41,38 @@ def decode_picture(data: bytes) -> Image:
             picture = Image.new("RGB", layered.size, "white")
             picture.paste(layered, mask=layered.getchannel("A"))
         return picture.convert("RGB")
+
+
+class PixelBudget:
+    """Bounds the pixels that threads decode at once, in the order in which they came."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._held = most, 0
+        self._changed = threading.Condition()
+        self._waiting: deque[object] = deque()
+
+    @contextmanager
+    def held(self, pixels: int) -> Iterator[None]:
+        """Wait until there is room for so many, and hold them for the length of a block."""
+        pixels, own = min(pixels, self._most), object()
+        with self._changed:
+            self._waiting.append(own)
+            self._changed.wait_for(lambda: self._waiting[0] is own and self._held + pixels <= self._most)
+            self._waiting.popleft()
+            self._held += pixels
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._held -= pixels
+                self._changed.notify_all()
+
+
+def pixel_count(data: bytes) -> int:
+    """How many pixels a picture has; only its header is read."""
+    with _opened(data) as opened:
+        return opened.width * opened.height
 
 
 def check_picture(data: bytes) -> None:

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from typing import Any, TypeVar
 
 from ludus.core.concurrency import run_sync
 from ludus.core.failures import Aborted, ConfigError, Fault
@@ -51,6 +52,8 @@ from ludus.rollouts.sequence_tree import (
 )
 from ludus.rollouts.streaming import ReplyView, TokenFeed
 from ludus.rollouts.turn_limits import BudgetUsedUp, TurnLimits
+
+T = TypeVar("T")
 
 _UNLIMITED = 1_000_000
 
@@ -174,15 +177,15 @@ class MessageTree:
         stop: Sequence[str] = (),
         parses_calls: bool = True,
         feed: TokenFeed | None = None,
+        is_long: bool = False,
     ) -> SampledTurn:
         """A reply to a conversation. Raises `BudgetUsedUp`, and what the engine and the renderer raise.
 
-        `feed` gets the tokens while they are sampled.
+        `feed` gets the tokens while they are sampled. What is long is rendered in a thread.
         """
         self._limits.check_turns(len(self._actions) + self._sessions.busy)
-        renderer = self._renderer.bound(tools)
-        self._limits.check_length(self._renderer.fewest_tokens(messages))
-        spot = self._locate(renderer, messages, tools)
+        renderer, spot = await self._located(messages, tools, is_long)
+        self._limits.check_turns(len(self._actions) + self._sessions.busy)  # others went on meanwhile
         known = segments_until(self.trajectory.sequences, spot.after)
         context = [token for segment in known for token in segment.tokens] + spot.tokens
         media = media_spans([*known, spot.context()])
@@ -231,10 +234,17 @@ class MessageTree:
         tokens = renderer.action_tokens(renderer.format.render_action(text, calls))
         return Completion(tokens, [0.0] * len(tokens), FinishReason.STOP_TOKEN)
 
-    def _locate(
-        self, renderer: Renderer, messages: Sequence[Message], tools: Sequence[ToolSpec]
-    ) -> _Spot:
-        name = tools_key(tools)
+    async def _located(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], is_long: bool
+    ) -> tuple[Renderer, _Spot]:
+        """The renderer for these tools, and where the request stands."""
+
+        async def run(function: Callable[..., T], *args: Any) -> T:
+            return await run_sync(function, *args) if is_long else function(*args)
+
+        self._limits.check_length(self._renderer.fewest_tokens(messages, tools))
+        renderer = await run(self._renderer.bound, tools)
+        name = await run(tools_key, tools)
         if name not in self._roots:
             self._roots[name] = self._new_state()
         root = self._roots[name]
@@ -244,25 +254,23 @@ class MessageTree:
                 known, last = number, state
         has_replies = any(message.role == "assistant" for message in messages[known:])
         if last == root:
-            opening = renderer.opening(messages, tools)
+            opening = await run(renderer.opening, messages, tools)
             kind = "restarts" if has_replies and self._actions else None
             digest = _digest(opening.tokens, opening.media)
-            return _Spot(root, messages, 0, None, opening.tokens, opening.media, [], digest, kind)
+            spot = _Spot(root, messages, 0, None, opening.tokens, opening.media, [], digest, kind)
+            return renderer, spot
         turn = self._turns[last]
         new, conversation = messages[known:], turn.conversation
         action = self.trajectory.sequences[turn.position[0]].segments[turn.position[1]]
-        step = renderer.next_context(TokenSequence([action]), conversation, new, tools)
+        step = await run(renderer.next_context, TokenSequence([action]), conversation, new, tools)
         if step.restart:
             # the template rewrites earlier turns, and history = "split"
-            digest = _digest(step.tokens, step.media)
-            return _Spot(
-                last, messages, known, None, step.tokens, step.media, conversation, digest, "restarts"
-            )
-        kind = "branches" if has_replies else None
-        digest = _digest(step.tokens, step.media, turn.digest)
-        return _Spot(
-            last, messages, known, turn.position, step.tokens, step.media, conversation, digest, kind
-        )
+            digest, after, kind = _digest(step.tokens, step.media), None, "restarts"
+        else:
+            digest, after = _digest(step.tokens, step.media, turn.digest), turn.position
+            kind = "branches" if has_replies else None
+        spot = _Spot(last, messages, known, after, step.tokens, step.media, conversation, digest, kind)
+        return renderer, spot
 
     def _walk(self, root: int, messages: Sequence[Message]) -> list[int]:
         """The states after these messages, as far as they are known.
@@ -293,10 +301,11 @@ class MessageTree:
             session=f"{self._sessions.name}.{name}",
         )
 
-    def count_tokens(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> int:
+    async def count_tokens(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), *, is_long: bool = False
+    ) -> int:
         """How many tokens the model would read before it replies."""
-        self._limits.check_length(self._renderer.fewest_tokens(messages))
-        spot = self._locate(self._renderer.bound(tools), messages, tools)
+        _, spot = await self._located(messages, tools, is_long)
         known = segments_until(self.trajectory.sequences, spot.after)
         return sum(len(segment.tokens) for segment in known) + len(spot.tokens)
 

@@ -139,9 +139,11 @@ class Renderer:
             return None
         return self.format.describe(self._template.harmless_tools(tools))
 
-    def fewest_tokens(self, messages: Sequence[Message]) -> int:
-        """A lower bound on the tokens of these messages, without encoding them."""
-        return sum(len(message.content) for message in messages) // self.tokenizer.longest_token
+    def fewest_tokens(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> int:
+        """A lower bound on the tokens of these messages and tools, without encoding them."""
+        told = sum(len("".join(tool.description.split())) for tool in tools)  # formats fold white space
+        said = sum(len(message.content) for message in messages)
+        return (told + said) // self.tokenizer.longest_token
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
         """The tokens of a whole conversation, up to where the model goes on."""

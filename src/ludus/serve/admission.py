@@ -18,16 +18,21 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
+from ludus.core.concurrency import run_sync
 from ludus.core.failures import InfraError, LudusError
 from ludus.core.messages import Json
 from ludus.tools.hosting.host import error_kind, failure_fields
 from ludus.tools.wire import ErrorBody, ErrorKind
 
-_SMALL = 65_536
+T = TypeVar("T")
+
+SMALL = 65_536
+"""Bytes of a request that are neither counted nor worth a thread."""
 _SMOOTHING = 0.05
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.05, 30.0
 
@@ -274,7 +279,7 @@ class ByteShare:
         """Room for `size` bytes in all; a `RequestError` of kind overloaded when there is none within
         `seconds`."""
         more, held = size - self.size, self._bytes
-        if size <= _SMALL or more <= 0:
+        if size <= SMALL or more <= 0:
             return
         if self is held._beyond or (not held._waiting and held._fits(self, more)):
             held._take(self, more)
@@ -307,6 +312,49 @@ class ByteShare:
             if held._beyond is self:
                 held._beyond = None
             held._serve()
+
+
+class WorkBudget:
+    """Bounds what threads work on at once, by its size (pixels, characters): first come, first served.
+
+    A caller that is cancelled leaves the queue; work that has begun holds its share until its thread has ended,
+    whether or not its caller still waits. What is larger than the whole budget runs alone.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.held = 0
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    async def run(self, size: int, function: Callable[..., T], *args: Any) -> T:
+        """The function's result, from a thread, once there is room for `size`."""
+        size = min(size, self._most)
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((size, turn))
+        self._serve()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._waiting.remove((size, turn))
+                self._serve()
+            else:  # granted in the same moment
+                self._release(size)
+            raise
+        work = asyncio.create_task(run_sync(function, *args))
+        work.add_done_callback(lambda _: self._release(size))
+        work.add_done_callback(lambda done: done.cancelled() or done.exception())  # perhaps nobody asks
+        return await asyncio.shield(work)
+
+    def _serve(self) -> None:
+        while self._waiting and self.held + self._waiting[0][0] <= self._most:
+            size, turn = self._waiting.popleft()
+            self.held += size
+            turn.set_result(None)
+
+    def _release(self, size: int) -> None:
+        self.held -= size
+        self._serve()
 
 
 def _expired() -> RequestError:

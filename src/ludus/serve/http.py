@@ -16,14 +16,15 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
 from importlib.metadata import version
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
 from ludus.core.codec import explained
+from ludus.core.concurrency import run_sync
 from ludus.core.messages import Json, ToolResult
-from ludus.serve.admission import ByteBudget, ByteShare, RequestError
+from ludus.serve.admission import SMALL, ByteBudget, ByteShare, RequestError
 from ludus.serve.openapi import ENDPOINTS, MOST_MILLISECONDS, docs_page, openapi_document
 from ludus.serve.service import ServerConfig, ToolService
 from ludus.serve.sessions import ServerSession
@@ -50,6 +51,7 @@ from ludus.tools.wire import (
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 B = TypeVar("B", bound=BaseModel)
+T = TypeVar("T")
 
 _KEY = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _PIECE_CHARS = 16_384
@@ -275,7 +277,7 @@ class ToolApi:
         """The validated body; `RequestError` if it is too large, too slow, too deep or not JSON."""
         data = await request_bytes(request, self._bytes, self._config)
         try:
-            return model.model_validate_json(data)
+            return await beside_the_loop(len(data), model.model_validate_json, data)
         except ValidationError as error:
             raise RequestError(ErrorKind.BAD_REQUEST, explained(error)) from None
 
@@ -339,6 +341,9 @@ async def request_bytes(request: web.Request, budget: ByteBudget, config: Server
         # Also keeps web pages out: a browser sends a CORS preflight before JSON across origins.
         message = f"send {JSON_TYPE}, not {request.content_type}"
         raise RequestError(ErrorKind.UNSUPPORTED_TYPE, message)
+    if (request.charset or "utf-8").lower() not in ("utf-8", "utf8"):
+        message = f"send UTF-8, not charset={request.charset!s:.40}"
+        raise RequestError(ErrorKind.UNSUPPORTED_TYPE, message)
     packing = request.headers.get("Content-Encoding", "identity")
     if packing.lower() != "identity":
         message = f"send the body as it is, without Content-Encoding: {packing[:40]}"
@@ -355,6 +360,11 @@ async def request_bytes(request: web.Request, budget: ByteBudget, config: Server
         raise RequestError(ErrorKind.SLOW_CLIENT, "the request took too long to arrive") from None
     except (web.RequestPayloadError, ConnectionError) as error:
         raise RequestError(ErrorKind.BAD_REQUEST, f"the body could not be read: {error}") from None
+
+
+async def beside_the_loop(size: int, function: Callable[..., T], *args: Any) -> T:
+    """Run a function of a request's data, in a thread where there is much of it: others need not wait."""
+    return function(*args) if size <= SMALL else await run_sync(function, *args)
 
 
 def release_bytes() -> None:

@@ -14,6 +14,7 @@ import asyncio
 import base64
 import hmac
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -29,6 +30,7 @@ from mcp_types.version import HANDSHAKE_PROTOCOL_VERSIONS, MODERN_PROTOCOL_VERSI
 
 from ludus.core.failures import ConfigError, Fault, InfraError
 from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult, ToolSpec
+from ludus.core.strict_json import BadJson, check_json
 from ludus.core.task import Task
 from ludus.envs.env import observation_from_json
 from ludus.tools.hosting import ToolHost
@@ -40,6 +42,7 @@ BEGIN = "begin_task"
 STDIO = "stdio"
 Send = Callable[[Any], Awaitable[None]]
 Application = Callable[[Any, Any, Any], Awaitable[None]]
+_CHARSET = re.compile(r"charset\s*=\s*[\"']?([^\s;\"']*)", re.IGNORECASE)
 _ABOUT = {
     "number": {"type": "integer", "minimum": 0, "description": "Which of the tasks; each has a number."}
 }
@@ -176,6 +179,10 @@ def make_mcp_server(sessions: AgentSessions, name: str = "ludus") -> Server[Any]
         context: ServerRequestContext[Any], params: types.CallToolRequestParams
     ) -> types.CallToolResult:
         try:
+            check_json(params.arguments or {}, depth=200)
+        except BadJson as error:
+            raise MCPError(types.INVALID_PARAMS, f"the arguments cannot be read: {error}") from None
+        try:
             result = await sessions.call(_session_id(context), params.name, params.arguments or {})
         except (InfraError, ConfigError) as error:
             # the session's state may be gone: the next call of a closed session begins anew
@@ -240,6 +247,10 @@ def http_application(sessions: AgentSessions, host: str, token: str | None) -> A
             await _refuse(
                 send, 401, types.INVALID_REQUEST, "a token is needed: Authorization: Bearer ..."
             )
+            return
+        charset = _CHARSET.search(headers.get("content-type", ""))
+        if charset is not None and charset[1].lower() not in ("utf-8", "utf8"):
+            await _refuse(send, 415, types.INVALID_REQUEST, "send UTF-8: no other charset is read")
             return
         if headers.get("mcp-protocol-version") in MODERN_PROTOCOL_VERSIONS:
             known = {

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import random
 import resource
@@ -357,6 +358,8 @@ def unsendable(arguments: Any) -> str:
                 inner.extend(value.values())
             elif isinstance(value, (list, tuple)):
                 inner.extend(value)
+        if any(isinstance(value, float) and not math.isfinite(value) for value in inner):
+            return "a number in the arguments is not finite"
         level = [value for value in inner if isinstance(value, (dict, list, tuple))]
     return "" if isinstance(arguments, dict) else "the arguments must be an object"
 

@@ -6,12 +6,13 @@ import json
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter
 from pydantic_core import to_jsonable_python
 
 from ludus.core.codec import decode
 from ludus.core.failures import Boundary
 from ludus.core.messages import Json, Media, Message, ToolResult, ToolSpec
+from ludus.core.strict_json import check_json
 from ludus.core.task import Task
 from ludus.tools.calling import text_of
 
@@ -174,12 +175,17 @@ class RetryBody(_Request):
     """How long ago it was sent."""
 
 
+def _sendable(arguments: Json) -> Json:
+    check_json(arguments, depth=200)
+    return arguments
+
+
 class CallBody(_Request):
     """One call. The same `key` again joins the call or gets its answer: nothing runs twice."""
 
     key: Key
     name: str = Field(max_length=1024)
-    arguments: dict[str, Any] = {}
+    arguments: Annotated[dict[str, Any], AfterValidator(_sendable)] = {}
     id: str = Field(default="", max_length=1024)
     retry: RetryBody | None = None
 

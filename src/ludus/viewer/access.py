@@ -96,6 +96,8 @@ class Access:
                 return error_response(403, "a page of another origin may not write here")
             if request.headers.get("X-Ludus") != "1" or request.content_type != "application/json":
                 return error_response(403, "writing needs application/json and the header X-Ludus: 1")
+            if (request.charset or "utf-8").lower() not in ("utf-8", "utf8"):
+                return error_response(415, "send UTF-8: no other charset is read")
         return None
 
     def _without_token(self, request: web.Request, token: str) -> web.StreamResponse | None:

@@ -9,6 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from ludus.core.messages import Json
+from ludus.core.strict_json import BadJson, read_object
 from ludus.viewer.episode_index import EpisodeQuery, FilterError
 from ludus.viewer.episode_view import dump_json
 from ludus.viewer.export import picture_type
@@ -103,13 +104,11 @@ def place_json(place: Place) -> Json:
 
 
 async def json_body(request: web.Request) -> Json:
+    """The body; it is read as UTF-8, whatever the request calls it (`Access` refuses other names)."""
     try:
-        body = await request.json()
-    except (ValueError, RecursionError):
-        raise FilterError("the body is not JSON") from None
-    if not isinstance(body, dict):
-        raise FilterError("the body is a JSON object")
-    return body
+        return read_object(await request.read())
+    except BadJson as error:
+        raise FilterError(f"the body cannot be read: {error}") from None
 
 
 def json_response(value: Any, status: int = 200) -> web.Response:

@@ -15,7 +15,6 @@ from ludus.serve.model.requests import (
     arguments_text,
     asked_of,
     bad,
-    check_tools,
     content_text,
     flag_field,
     list_field,
@@ -24,6 +23,7 @@ from ludus.serve.model.requests import (
     read_content,
     read_once,
     read_tool,
+    read_tools,
     stops_field,
     text_field,
 )
@@ -50,7 +50,7 @@ _THOUGHTS = frozenset({"thinking", "redacted_thinking"})
 def parse(body: Json) -> ModelRequest:
     """A request; `ApiError` says what is wrong with it."""
     choice = body.get("tool_choice")
-    tools = [_tool(tool, f"tools.{i}") for i, tool in enumerate(list_field(body, "tools"))]
+    tools, left_out = read_tools(body, frozenset({None, "custom"}), _tool, "tools.{}")
     found: list[Message] = []
     places: list[str] = []
     if body.get("system"):
@@ -66,7 +66,8 @@ def parse(body: Json) -> ModelRequest:
     return ModelRequest(
         model=text_field(body, "model"),
         messages=tuple(found),
-        tools=check_tools(tools),
+        tools=tools,
+        left_out=left_out,
         stream=flag_field(body, "stream"),
         max_tokens=number_field(body, "max_tokens"),
         stop=stops_field(body.get("stop_sequences"), "stop_sequences"),
@@ -78,8 +79,6 @@ def parse(body: Json) -> ModelRequest:
 
 
 def _tool(tool: Json, where: str) -> ToolSpec:
-    if tool.get("type") not in (None, "custom"):
-        raise bad(f"{where}: a tool of type {tool['type']!r:.40} cannot be called here", where)
     return read_tool(tool, "input_schema", where)
 
 

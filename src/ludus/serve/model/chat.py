@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-from ludus.core.messages import Json, Message, Role
+from ludus.core.messages import Json, Message, Role, ToolSpec
 from ludus.serve.model.requests import (
     ApiError,
     Dialect,
@@ -16,7 +15,6 @@ from ludus.serve.model.requests import (
     arguments_text,
     asked_of,
     bad,
-    check_tools,
     flag_field,
     list_field,
     number_field,
@@ -24,6 +22,7 @@ from ludus.serve.model.requests import (
     read_content,
     read_once,
     read_tool,
+    read_tools,
     stops_field,
     stream_options,
     text_field,
@@ -63,18 +62,18 @@ def parse(body: Json) -> ModelRequest:
         )
     if flag_field(body, "logprobs") or body.get("top_logprobs"):
         raise bad("'logprobs' is not supported: replies carry none", "logprobs")
-    choice = body.get("tool_choice")
-    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(list_field(body, "tools"))]
+    tools, left_out = read_tools(body, frozenset({"function"}), _tool, "tools[{}]")
     messages = read_messages(list_field(body, "messages"))
     return ModelRequest(
         model=text_field(body, "model"),
         messages=messages,
-        tools=check_tools(tools),
+        tools=tools,
+        left_out=left_out,
         stream=flag_field(body, "stream"),
         max_tokens=number_field(body, "max_completion_tokens", "max_tokens"),
         stop=stops_field(body.get("stop"), "stop"),
         count=number_field(body, "n") or 1,
-        calls_allowed=choice != "none",
+        calls_allowed=body.get("tool_choice") != "none",
         asked=asked_of(body, (*ASKED, *MORE)),
         usage_in_stream=stream_options(body, "include_usage")["include_usage"],
         places=tuple(f"messages[{i}]" for i in range(len(messages))),
@@ -132,10 +131,10 @@ def _refusal(raw: Json) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _tool(tool: Json, where: str) -> Any:
+def _tool(tool: Json, where: str) -> ToolSpec:
     function = tool.get("function")
-    if tool.get("type") != "function" or not isinstance(function, dict):
-        raise bad(f"{where} is of type {tool.get('type')!r:.40}; only functions can be called", where)
+    if not isinstance(function, dict):
+        raise bad(f"{where} has no 'function'", where)
     return read_tool(function, "parameters", where)
 
 

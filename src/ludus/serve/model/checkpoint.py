@@ -5,21 +5,22 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 
-from ludus.core.concurrency import run_sync
 from ludus.core.generation import Completion, Engine, OnTokens, Sampling
 from ludus.core.messages import Json
+from ludus.core.pictures import MOST_PIXELS
 from ludus.rollouts.renderer import NextContext, Renderer
 from ludus.rollouts.replies import read_completion
 from ludus.rollouts.streaming import ReplyView, TokenFeed
-from ludus.serve.admission import Admission
+from ludus.serve.admission import Admission, WorkBudget
 from ludus.serve.http import check_token
 from ludus.serve.model.requests import (
+    LONG,
     ApiError,
     ModelReply,
     ModelRequest,
@@ -36,8 +37,7 @@ from ludus.serve.telemetry import ModelMetrics
 MOST_REPLIES = 16
 _PENALTIES = ("presence_penalty", "frequency_penalty", "logit_bias")
 _LANE = "model"
-_LONG = 20_000
-"""A conversation of so many characters takes milliseconds to encode."""
+T = TypeVar("T")
 
 
 class CheckpointService:
@@ -66,6 +66,7 @@ class CheckpointService:
         self._max_context = max_context
         self._token = None if token is None else token.encode()
         self._admission = Admission(config.concurrency, config.queue, {})
+        self._pixels, self._texts = WorkBudget(MOST_PIXELS), WorkBudget(config.max_body_bytes)
         self.metrics.watch("waiting", "Requests in the queue.", lambda: self._admission.waiting)
 
     def authorize(self, request: web.Request, key: str) -> None:
@@ -78,16 +79,15 @@ class CheckpointService:
         self, caller: None, request: ModelRequest, incoming: Incoming, live: LiveReplies | None = None
     ) -> Sequence[ModelReply]:
         """Any model name will do: clients have names of their own for what they talk to."""
-        renderer = self._renderer.bound(request.tools)
+        renderer = await self._beside(request, self._renderer.bound, request.tools)
         sampling = self._sampling_of(request, renderer)
         ticket = self._admission.enter(_LANE)
         try:
             await ticket.granted()
-            await check_pictures(request, renderer.images)
+            await check_pictures(request, renderer.images, self._pixels)
             opening = await self._rendered(renderer, request)
             context = opening.tokens
-            seed = request.asked.get("seed")
-            first = int(seed) if seed is not None else secrets.randbits(62)
+            first = request.asked.get("seed", secrets.randbits(62))
             seeds = [(first + number) % 2**62 for number in range(request.count)]
             ids = [secrets.token_hex(8) for _ in seeds]
             parses = bool(request.tools) and request.calls_allowed
@@ -127,7 +127,7 @@ class CheckpointService:
         fields = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         chosen: dict[str, Any] = {name: asked[name] for name in fields if name in asked}
         if "top_k" in chosen:
-            chosen["top_k"] = max(0, int(chosen["top_k"]))  # -1 is all of them, for vLLM's clients
+            chosen["top_k"] = max(0, chosen["top_k"])  # -1 is all of them, for vLLM's clients
         try:
             return replace(
                 self._sampling,
@@ -140,19 +140,23 @@ class CheckpointService:
             raise bad(str(error).removeprefix("sampling.")) from None
 
     async def _rendered(self, renderer: Renderer, request: ModelRequest) -> NextContext:
-        """The tokens of a conversation. A long one is encoded in a thread: others need not wait."""
-        fewest = renderer.fewest_tokens(request.messages)
+        """The tokens of a conversation and its tools."""
+        fewest = renderer.fewest_tokens(request.messages, request.tools)
         if self._max_context is not None and fewest > self._max_context:
             raise bad(
                 f"the conversation has at least {fewest} tokens, and the model's limit is {self._max_context}",
                 request.messages_field,
             )
-        if sum(len(message.content) for message in request.messages) < _LONG:
-            return renderer.opening(request.messages, request.tools)
-        return await run_sync(renderer.opening, request.messages, request.tools)
+        return await self._beside(request, renderer.opening, request.messages, request.tools)
+
+    async def _beside(self, request: ModelRequest, function: Callable[..., T], *args: Any) -> T:
+        """Run a function of a request's text, in a thread where it is long: others need not wait."""
+        if request.size < LONG:
+            return function(*args)
+        return await self._texts.run(request.size, function, *args)
 
     async def count_tokens(self, caller: None, request: ModelRequest) -> int:
-        renderer = self._renderer.bound(request.tools)
+        renderer = await self._beside(request, self._renderer.bound, request.tools)
         refuse_pictures(request, renderer.images)
         return len((await self._rendered(renderer, request)).tokens)
 

@@ -22,15 +22,18 @@ from aiohttp import web
 
 from ludus.core.failures import Aborted, ConfigError, EngineError, InfraError
 from ludus.core.messages import Json
+from ludus.core.pictures import MOST_PIXELS
 from ludus.core.random import key as seed_key
 from ludus.core.trajectory import StopReason, Trajectory
 from ludus.llm import Address
 from ludus.rollouts.message_tree import MessageTree, SampledTurn
 from ludus.rollouts.streaming import TokenFeed
 from ludus.rollouts.turn_limits import BudgetUsedUp
+from ludus.serve.admission import WorkBudget
 from ludus.serve.http import check_token
 from ludus.serve.model.checkpoint import reply_of
 from ludus.serve.model.requests import (
+    LONG,
     ApiError,
     ModelReply,
     ModelRequest,
@@ -78,9 +81,10 @@ class EpisodeSession:
         temperature: float = 1.0,
         metrics: ModelMetrics | None = None,
         http: aiohttp.ClientSession | None = None,
+        pixels: WorkBudget | None = None,
     ) -> None:
         """`models` says who answers to a model's name: trained, frozen, or an address; all are trained when
-        left out. `tree` records the trained ones."""
+        left out. `tree` records the trained ones. `pixels` bounds what is decoded for all episodes."""
         self.key = f"sk-ludus-{secrets.token_urlsafe(24)}"
         self.tree = tree
         self.stop: StopReason | None = None
@@ -92,6 +96,7 @@ class EpisodeSession:
         self.counts: Counter[str] = Counter()
         self._models = dict(models or {ANY: TRAINED})
         self._temperature, self._metrics, self._http = temperature, metrics, http
+        self._pixels = pixels or WorkBudget(MOST_PIXELS)
         self._frozen: dict[str, MessageTree] = {}
         self._sampling: dict[bytes, _Sampling] = {}
         self._reward: float | None = None
@@ -160,7 +165,7 @@ class EpisodeSession:
     async def _sample(
         self, tree: MessageTree, request: ModelRequest, feed: TokenFeed | None
     ) -> SampledTurn:
-        await check_pictures(request, tree.images)
+        await check_pictures(request, tree.images, self._pixels)
         try:
             turn = await tree.sample(
                 request.messages,
@@ -169,6 +174,7 @@ class EpisodeSession:
                 stop=request.stop,
                 parses_calls=request.calls_allowed,
                 feed=feed,
+                is_long=request.size >= LONG,
             )
         except BudgetUsedUp as error:
             if tree is self.tree:
@@ -221,9 +227,10 @@ class EpisodeSession:
             self.failure = EngineError(f"the model at {url} does not answer: {error}")
             raise self.failure from error
 
-    def count_tokens(self, request: ModelRequest) -> int:
+    async def count_tokens(self, request: ModelRequest) -> int:
         refuse_pictures(request, self.tree.images)
-        return self.tree.count_tokens(request.messages, request.tools)
+        is_long = request.size >= LONG
+        return await self.tree.count_tokens(request.messages, request.tools, is_long=is_long)
 
     # Rewards
 
@@ -288,6 +295,7 @@ class EpisodeService:
 
     def __init__(self) -> None:
         self.metrics = ModelMetrics()
+        self.pixels = WorkBudget(MOST_PIXELS)
         self._sessions: dict[str, EpisodeSession] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
         self.metrics.watch("episodes", "Episodes that are open now.", lambda: len(self._sessions))
@@ -332,7 +340,7 @@ class EpisodeService:
         return await caller.complete(request, incoming, live)
 
     async def count_tokens(self, caller: EpisodeSession, request: ModelRequest) -> int:
-        return caller.count_tokens(request)
+        return await caller.count_tokens(request)
 
     def reward(self, caller: EpisodeSession, body: Json) -> None:
         caller.report(body)

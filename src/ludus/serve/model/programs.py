@@ -110,6 +110,7 @@ class ProgramAgent(Agent):
                 temperature=episode.temperature,
                 metrics=serving.service.metrics,
                 http=serving.http,
+                pixels=serving.service.pixels,
             )
             serving.service.open(session)
             try:

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import json
+import logging
 import marshal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ludus.core.concurrency import run_sync
 from ludus.core.failures import LudusError
 from ludus.core.generation import FinishReason
 from ludus.core.lru import LruCache
 from ludus.core.messages import IMAGE_MARK, Json, Media, Message, ToolCall, ToolSpec
 from ludus.core.pictures import PARTS, PictureError, picture_of_part
+from ludus.core.strict_json import BadJson, whole_json
 from ludus.core.tokenizer import ImageTokens
 from ludus.rollouts.replies import Reply
+from ludus.serve.admission import WorkBudget
+
+log = logging.getLogger(__name__)
 
 MOST_STOPS = 16
+LONG = 20_000
+"""A request of so many bytes takes milliseconds to encode."""
+MOST_MESSAGES = 10_000
+MOST_TOOLS = 1_000
+MOST_TOOL_BYTES = 1_000_000
+"""Names, descriptions and schemas of all tools together."""
 _LONGEST = 8192
 """Bytes of a message that is remembered."""
 _EMPTY = {"type": "object", "properties": {}}
+_WHOLE = frozenset({"top_k", "seed"})
 _TEXTS = frozenset({"text", "input_text", "output_text", "refusal"})
 
 
@@ -57,6 +68,8 @@ class ModelRequest:
     stop: tuple[str, ...] = ()
     count: int = 1
     """How many replies (`n`)."""
+    left_out: tuple[str, ...] = ()
+    """The tools that the model was not told of, because it cannot call them: hosted ones, and the like."""
     calls_allowed: bool = True
     """False for tool_choice = "none": tools stay in the prompt, and what is written is text."""
     asked: Mapping[str, Any] = field(default_factory=dict)
@@ -68,6 +81,8 @@ class ModelRequest:
     """The body's field that holds the conversation."""
     raw: Json = field(default_factory=dict)
     """The body."""
+    size: int = 0
+    """How many bytes it has."""
 
     def place(self, number: int) -> str:
         """Where a message stands in the body."""
@@ -198,14 +213,20 @@ def asked_of(body: Mapping[str, Any], names: Sequence[str]) -> Json:
     for name, value in found.items():
         if name != "logit_bias" and (not isinstance(value, int | float) or isinstance(value, bool)):
             raise bad(f"'{name}' must be a number, not {value!r:.40}", name)
+        if name in _WHOLE:
+            if value != value // 1 or not -(2**63) <= value < 2**64:
+                raise bad(f"'{name}' must be a whole number of 64 bits, not {value!r:.40}", name)
+            found[name] = int(value)
     return found
 
 
-def list_field(body: Mapping[str, Any], name: str) -> list[Json]:
+def list_field(body: Mapping[str, Any], name: str, most: int = MOST_MESSAGES) -> list[Json]:
     value = body.get(name)
     found = [] if value is None else value
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
         raise bad(f"'{name}' must be a list of objects", name)
+    if len(found) > most:
+        raise ApiError(413, f"'{name}' has {len(found):,} entries, and may have {most:,}", param=name)
     return found
 
 
@@ -223,6 +244,9 @@ def read_content(content: Any, where: str) -> tuple[str, tuple[Media, ...]]:
         return content or "", ()
     if not isinstance(content, list):
         raise bad(f"the content of {where} must be a text or a list of parts", where)
+    if len(content) > MOST_MESSAGES:
+        said = f"{where} has {len(content):,} parts, and may have {MOST_MESSAGES:,}"
+        raise ApiError(413, said, param=where)
     texts: list[str] = []
     media: list[Media] = []
     for part in content:
@@ -249,14 +273,17 @@ def refuse_pictures(request: ModelRequest, images: ImageTokens | None) -> None:
             raise bad(f"this model reads text only: {where} holds a picture", where, "no_images")
 
 
-async def check_pictures(request: ModelRequest, images: ImageTokens | None) -> None:
-    """The same, and decode the pictures, in a thread; one that cannot be read is the client's mistake."""
+async def check_pictures(request: ModelRequest, images: ImageTokens | None, pixels: WorkBudget) -> None:
+    """The same, and decode the pictures, in a thread; one that cannot be read is the client's mistake.
+
+    Pictures of all requests together have so many pixels as the budget says while they are decoded.
+    """
     refuse_pictures(request, images)
     for number, message in enumerate(request.messages):
         for media in message.media:
             assert images is not None
             try:
-                await run_sync(images.tokens, media)
+                await pixels.run(images.pixels(media), images.tokens, media)
             except PictureError as error:
                 where = request.place(number)
                 raise bad(f"{where}: {error}", where, "invalid_image") from None
@@ -289,9 +316,9 @@ def read_call(name: Any, arguments: Any, id: Any, where: str) -> ToolCall:
         raise bad(f"{where}: a call needs the name of a tool", where)
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
-        except (ValueError, RecursionError):
-            raise bad(f"{where}: the arguments of {name!r} are not JSON", where) from None
+            arguments = whole_json(arguments) if arguments.strip() else {}
+        except BadJson as error:
+            raise bad(f"{where}: the arguments of {name!r:.80} cannot be read: {error}", where) from None
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):
@@ -310,11 +337,61 @@ def read_tool(tool: Mapping[str, Any], schema: str, where: str) -> ToolSpec:
     return ToolSpec(name, description or "", parameters or dict(_EMPTY))
 
 
-def check_tools(tools: Sequence[ToolSpec]) -> tuple[ToolSpec, ...]:
+def read_tools(
+    body: Json, kinds: frozenset[str | None], read: Callable[[Json, str], ToolSpec], place: str
+) -> tuple[tuple[ToolSpec, ...], tuple[str, ...]]:
+    """The tools that a client offers, and the names of those that are left out.
+
+    Tools of other kinds than these are run by the API's own servers, or have a form that is not written out: a
+    model that was not trained for them cannot call them. To be told to call one of them is an error.
+    """
+    tools: list[ToolSpec] = []
+    left_out: list[str] = []
+    for number, tool in enumerate(list_field(body, "tools", MOST_TOOLS)):
+        if tool.get("type") in kinds:
+            tools.append(read(tool, place.format(number)))
+            continue
+        kind, name = str(tool.get("type")), tool.get("name")
+        left_out.append(kind if name in (None, kind) else f"{kind}:{name}")
+        _note_left_out(kind)
     names = [tool.name for tool in tools]
     if len(set(names)) < len(names):
         raise bad("two tools have the same name", "tools")
-    return tuple(tools)
+    size = len(marshal.dumps([(tool.name, tool.description, tool.parameters) for tool in tools], 2))
+    if size > MOST_TOOL_BYTES:
+        said = f"'tools' has {size:,} bytes of names, descriptions and schemas, and may have"
+        raise ApiError(413, f"{said} {MOST_TOOL_BYTES:,}", param="tools")
+    _check_choice(body.get("tool_choice"), names, left_out)
+    return tuple(tools), tuple(left_out)
+
+
+def _check_choice(choice: Any, names: Sequence[str], left_out: Sequence[str]) -> None:
+    """Refuse a choice that forces a tool which is left out."""
+    if not left_out or choice is None:
+        return
+    told: Json = choice if isinstance(choice, dict) else {"type": choice}
+    kind, inner = told.get("type"), told.get("function") or told.get("custom")
+    name = inner.get("name") if isinstance(inner, dict) else told.get("name")
+    kinds = [one.partition(":")[0] for one in left_out]
+    is_out = kind in kinds if name is None else name not in names
+    if is_out or (kind in ("any", "required") and not names):
+        raise bad(
+            f"'tool_choice' asks for {name or kind!r:.80}, which cannot be called here: only functions can",
+            "tool_choice",
+        )
+
+
+_noted: set[str] = set()
+
+
+def _note_left_out(kind: str) -> None:
+    """Once for each kind."""
+    if kind not in _noted and len(_noted) < 100:
+        _noted.add(kind)
+        log.warning(
+            "tools of type %.80r are left out of prompts: the model cannot call them, only functions",
+            kind,
+        )
 
 
 def arguments_text(call: ToolCall) -> str:

@@ -16,7 +16,6 @@ from ludus.serve.model.requests import (
     arguments_text,
     asked_of,
     bad,
-    check_tools,
     content_text,
     flag_field,
     list_field,
@@ -24,6 +23,7 @@ from ludus.serve.model.requests import (
     read_call,
     read_content,
     read_tool,
+    read_tools,
     stream_options,
     text_field,
 )
@@ -47,14 +47,14 @@ def parse(body: Json) -> ModelRequest:
         )
     stream_options(body, "include_obfuscation")
     messages, places = _messages(body)
+    tools, left_out = read_tools(body, frozenset({"function"}), _tool, "tools[{}]")
     if not messages:
         raise bad("'input' must be a text or a list of items", "input")
     return ModelRequest(
         model=text_field(body, "model"),
         messages=messages,
-        tools=check_tools(
-            [_tool(one, f"tools[{i}]") for i, one in enumerate(list_field(body, "tools"))]
-        ),
+        tools=tools,
+        left_out=left_out,
         stream=flag_field(body, "stream"),
         max_tokens=number_field(body, "max_output_tokens"),
         calls_allowed=body.get("tool_choice") != "none",
@@ -112,8 +112,6 @@ def _add(found: list[Message], item: Json, where: str) -> None:
 
 
 def _tool(tool: Json, where: str) -> ToolSpec:
-    if tool.get("type") != "function":
-        raise bad(f"{where} is of type {tool.get('type')!r:.40}; only functions can be called", where)
     return read_tool(tool, "parameters", where)
 
 
@@ -157,7 +155,7 @@ def _response(request: ModelRequest, head: ReplyHead, status: str) -> Json:
         "temperature": raw.get("temperature"),
         "text": {"format": {"type": "text"}},
         "tool_choice": raw.get("tool_choice") or "auto",
-        "tools": raw.get("tools") or [],
+        "tools": [tool for tool in raw.get("tools") or [] if tool.get("type") == "function"],
         "top_p": raw.get("top_p"),
         "truncation": "disabled",
         "usage": None,

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import math
+import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from importlib.metadata import version
 from typing import Any, Protocol
@@ -23,9 +23,10 @@ from aiohttp import web
 from ludus.core.failures import Aborted, ConfigError, InfraError
 from ludus.core.messages import Json
 from ludus.core.pictures import PictureError
+from ludus.core.strict_json import BadJson, read_object
 from ludus.rollouts.turn_limits import BudgetUsedUp
 from ludus.serve.admission import ByteBudget, RequestError
-from ludus.serve.http import release_bytes, request_bytes
+from ludus.serve.http import beside_the_loop, release_bytes, request_bytes
 from ludus.serve.model.anthropic import ANTHROPIC
 from ludus.serve.model.chat import CHAT
 from ludus.serve.model.requests import ApiError, Dialect, ModelReply, ModelRequest, bad
@@ -37,6 +38,8 @@ from ludus.serve.telemetry import CONTENT_TYPE, ModelMetrics
 from ludus.tools.wire import JSON_TYPE, ErrorKind, dump
 
 REWARD_HEADER = "X-Ludus-Reward"
+LEFT_OUT_HEADER = "X-Ludus-Left-Out"
+"""In a response: the tools of its request that the model was not told of."""
 _TOLD = (ApiError, RequestError, BudgetUsedUp, InfraError, ConfigError, Aborted, PictureError)
 """What clients are told, in the API's own form."""
 
@@ -168,8 +171,7 @@ class ModelServer:
     async def _complete(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
         started = time.perf_counter()
         caller = self._authorize(request)
-        data = await request_bytes(request, self._bytes, self._config)
-        asked = dialect.parse(_json(data))
+        data, asked = await self._asked(request, dialect)
         retries = request.headers.get("x-stainless-retry-count", "0")
         incoming = Incoming(
             request.path,
@@ -189,7 +191,15 @@ class ModelServer:
         if isinstance(replies, Forwarded):
             return _forwarded(replies)
         self._note(dialect, replies, started)
-        return _json_response(dialect.body(asked, replies))
+        response = _json_response(dialect.body(asked, replies))
+        response.headers.update(_left_out(asked))
+        return response
+
+    async def _asked(self, request: web.Request, dialect: Dialect) -> tuple[bytearray, ModelRequest]:
+        """The body, and what it asks for."""
+        data = await request_bytes(request, self._bytes, self._config)
+        parsed = await beside_the_loop(len(data), lambda: dialect.parse(_json(data)))
+        return data, replace(parsed, size=len(data))
 
     async def _stream(
         self,
@@ -201,7 +211,8 @@ class ModelServer:
     ) -> web.StreamResponse:
         """The reply as it is sampled. What fails before its first event is raised."""
         started = time.perf_counter()
-        live, stream = LiveReplies(asked, dialect), EventStream(request, self._config.client_seconds)
+        live = LiveReplies(asked, dialect)
+        stream = EventStream(request, self._config.client_seconds, _left_out(asked))
         task = asyncio.create_task(self._service.complete(caller, asked, incoming, live))
         try:
             await stream.follow(live, task)
@@ -239,8 +250,7 @@ class ModelServer:
 
     async def _count(self, request: web.Request, dialect: Dialect) -> web.Response:
         caller = self._authorize(request)
-        data = await request_bytes(request, self._bytes, self._config)
-        asked = dialect.parse(_json(data))
+        _, asked = await self._asked(request, dialect)
         return _json_response({"input_tokens": await self._service.count_tokens(caller, asked)})
 
     async def _reward(self, request: web.Request, dialect: Dialect) -> web.Response:
@@ -323,6 +333,12 @@ def _as_api_error(error: Exception) -> ApiError:
     return ApiError(500, str(error))
 
 
+def _left_out(asked: ModelRequest) -> dict[str, str]:
+    """A header that names the tools of a request that the model was not told of."""
+    named = re.sub(r"[^A-Za-z0-9_.:, -]", "_", ", ".join(asked.left_out))[:1000]
+    return {LEFT_OUT_HEADER: named} if named else {}
+
+
 def _forwarded(answer: Forwarded) -> web.Response:
     return web.Response(body=answer.body, status=answer.status, content_type=answer.content_type)
 
@@ -340,12 +356,9 @@ def _json_response(body: Json, status: int = 200) -> web.Response:
 
 def _json(data: bytearray) -> Json:
     try:
-        body = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise bad(f"the body is not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise bad("the body must be a JSON object")
-    return body
+        return read_object(data)
+    except BadJson as error:
+        raise bad(f"the body cannot be read: {error}") from None
 
 
 def _reward_header(request: web.Request) -> float | None:
@@ -357,7 +370,7 @@ def finite_number(value: Any, name: str) -> float:
     """A number that a client sent."""
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if isinstance(value, bool) or not math.isfinite(number):
         raise bad(f"{name} must be a finite number, not {value!r:.40}", name)

@@ -10,7 +10,7 @@ keep the connection open.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from aiohttp import web
 
@@ -109,10 +109,13 @@ class LiveReplies:
 class EventStream:
     """The response to one client; its headers go out with the first bytes."""
 
-    def __init__(self, request: web.Request, seconds: float) -> None:
-        """A client that takes nothing for so many seconds is disconnected."""
+    def __init__(
+        self, request: web.Request, seconds: float, more: Mapping[str, str] | None = None
+    ) -> None:
+        """A client that takes nothing for so many seconds is disconnected; `more` are headers."""
         self._request, self._seconds = request, seconds
         headers = {"Content-Type": EVENTS, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        headers |= more or {}
         self.response = EventResponse(headers=headers)
 
     @property
