@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ludus.core import ToolResult
-from ludus.serve.admission import Admission, RequestError, Ticket
+from ludus.serve.admission import Admission, RequestError, Ticket, WorkBudget
 from ludus.serve.service import CallOutcome, CallRecord, IdempotencyCache
 from ludus.tools.wire import CallBody, ErrorKind
 
@@ -144,3 +145,57 @@ async def test_a_call_cancelled_before_it_began_is_finished_all_the_same() -> No
     await asyncio.wait_for(entry.done.wait(), 5)
     assert isinstance(entry.outcome, RequestError) and not entry.outcome.started
     assert cache.find("s", call("a")) is None, "nothing ran, so it may be asked for again"
+
+
+async def test_work_is_bounded_by_its_size_in_its_order() -> None:
+    budget, doors = WorkBudget(10), {name: threading.Event() for name in "abcd"}
+    begun: list[str] = []
+
+    def work(name: str) -> str:
+        begun.append(name)
+        doors[name].wait(20)
+        return name
+
+    sizes = {"a": 6, "b": 6, "c": 2, "d": 99}  # c would fit beside a, and comes after b
+    tasks = {name: asyncio.create_task(budget.run(size, work, name)) for name, size in sizes.items()}
+
+    async def until(*names: str) -> None:
+        async with asyncio.timeout(20):
+            while begun != list(names):  # noqa: ASYNC110 - of threads
+                await asyncio.sleep(0.001)
+
+    await until("a")
+    doors["a"].set()
+    assert await tasks["a"] == "a"
+    async with asyncio.timeout(20):
+        while len(begun) < 3:  # noqa: ASYNC110 - of threads
+            await asyncio.sleep(0.001)
+    assert sorted(begun) == ["a", "b", "c"] and budget.held == 8
+    for name in "bcd":
+        doors[name].set()
+    assert [await tasks[name] for name in "bcd"] == ["b", "c", "d"]
+    await asyncio.sleep(0)
+    assert budget.held == 0
+
+
+async def test_a_caller_that_leaves_frees_its_place_and_its_work_holds_its_share() -> None:
+    budget, door, begun = WorkBudget(10), threading.Event(), list[int]()
+
+    def work(number: int) -> None:
+        begun.append(number)
+        door.wait(20)
+        raise ValueError("told to no one")
+
+    tasks = [asyncio.create_task(budget.run(10, work, number)) for number in range(3)]
+    async with asyncio.timeout(20):
+        while not begun:  # noqa: ASYNC110 - of threads
+            await asyncio.sleep(0.001)
+    for task in tasks[:2]:
+        task.cancel()
+    await asyncio.wait(tasks[:2])
+    assert begun == [0] and budget.held == 10  # its thread goes on
+    door.set()
+    with pytest.raises(ValueError, match="no one"):
+        await tasks[2]
+    await asyncio.sleep(0)
+    assert begun == [0, 2] and budget.held == 0

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
+import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from PIL import Image
 from vision_models import noise, save_llava
 
 from ludus.core.generation import Sampling
 from ludus.core.messages import IMAGE_MARK, Media, Message
+from ludus.core.pictures import MOST_PIXELS
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
 from ludus.engine import EmbeddedEngine, EngineConfig
+from ludus.engine.pictures import decode_picture
 from ludus.rollouts import Renderer, load_format
 from ludus.rollouts.message_tree import MessageTree
 from ludus.rollouts.turn_limits import TurnLimits
@@ -103,6 +111,65 @@ async def test_the_three_apis_show_the_same_picture(folder: Path) -> None:
             counted = {k: v for k, v in requests(picture)["messages"].items() if k != "temperature"}
             status, answer = await post("messages/count_tokens", counted)
             assert (status, answer["input_tokens"]) == (200, len(opening.tokens))
+
+
+def wide(number: int) -> Media:
+    """A picture of ten million pixels in a few kilobytes."""
+    file = BytesIO()
+    Image.new("RGB", (4000, 2500), (number, 0, 0)).save(file, format="PNG")
+    return Media.image(file.getvalue())
+
+
+@dataclass
+class Decoding:
+    """Watches pictures being decoded."""
+
+    pixels: int = 0
+    most: int = 0
+    begun: int = 0
+    lock: Any = field(default_factory=threading.Lock)
+
+    def decode(self, data: bytes) -> Any:
+        pixels = 10_000_000
+        with self.lock:
+            self.pixels, self.begun = self.pixels + pixels, self.begun + 1
+            self.most = max(self.most, self.pixels)
+        try:
+            time.sleep(0.1)  # long enough for all that may to be in here together
+            return decode_picture(data)
+        finally:
+            with self.lock:
+                self.pixels -= pixels
+
+
+async def test_pictures_in_flight_have_a_budget_of_pixels(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Decoding()
+    async with served(folder) as (post, _, _):
+        monkeypatch.setattr("ludus.engine.images.decode_picture", watched.decode)
+        bodies = [requests(wide(number))["chat/completions"] for number in range(12)]
+        answers = await asyncio.gather(*(post("chat/completions", body) for body in bodies))
+        assert [status for status, _ in answers] == [200] * 12
+    assert watched.begun == 12
+    assert watched.most <= MOST_PIXELS
+
+
+async def test_pictures_of_clients_that_have_left_are_not_decoded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Decoding()
+    async with served(folder) as (post, _, _):
+        monkeypatch.setattr("ludus.engine.images.decode_picture", watched.decode)
+        bodies = [requests(wide(number))["chat/completions"] for number in range(12)]
+        gone = [asyncio.create_task(post("chat/completions", body)) for body in bodies]
+        while not watched.begun:  # noqa: ASYNC110 - of threads that know nothing of tests
+            await asyncio.sleep(0.005)
+        for task in gone:
+            task.cancel()
+        status, _ = await post("chat/completions", requests(noise(1))["chat/completions"])
+        assert status == 200
+    assert watched.begun <= 4 + 1  # what fits into the budget together, and the one that was asked for
 
 
 def pieces(path: str, event: Any) -> str:
