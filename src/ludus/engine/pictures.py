@@ -35,12 +35,16 @@ def decode_picture(data: bytes) -> Image:
     with _opened(data) as opened:
         from PIL import Image, ImageOps
 
-        picture = ImageOps.exif_transpose(opened)
+        picture: Image.Image = opened  # each copy of a large one takes 160 MB
+        ImageOps.exif_transpose(picture, in_place=True)
         if "A" in picture.getbands() or "transparency" in picture.info:
             layered = picture.convert("RGBA")
             picture = Image.new("RGB", layered.size, "white")
             picture.paste(layered, mask=layered.getchannel("A"))
-        return picture.convert("RGB")
+        if picture.mode != "RGB":
+            return picture.convert("RGB")
+        picture.load()
+        return picture
 
 
 class PixelBudget:

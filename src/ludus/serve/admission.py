@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ludus.core.concurrency import run_sync
+from ludus.core.concurrency import ThreadExecutor
 from ludus.core.failures import InfraError, LudusError
 from ludus.core.messages import Json
 from ludus.tools.hosting.host import error_kind, failure_fields
@@ -318,11 +318,13 @@ class WorkBudget:
     """Bounds what threads work on at once, by its size (pixels, characters): first come, first served.
 
     A caller that is cancelled leaves the queue; work that has begun holds its share until its thread has ended,
-    whether or not its caller still waits. What is larger than the whole budget runs alone.
+    whether or not its caller still waits. What is larger than the whole budget runs alone. There are few threads,
+    because each keeps memory that its work has freed.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, threads: int = 4) -> None:
         self._most = most
+        self._threads = ThreadExecutor(threads, name="budget")
         self.held = 0
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
@@ -341,7 +343,7 @@ class WorkBudget:
             else:  # granted in the same moment
                 self._release(size)
             raise
-        work = asyncio.create_task(run_sync(function, *args))
+        work = asyncio.create_task(self._threads.run(function, *args))
         work.add_done_callback(lambda _: self._release(size))
         work.add_done_callback(lambda done: done.cancelled() or done.exception())  # perhaps nobody asks
         return await asyncio.shield(work)
