@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import socket
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,7 +19,7 @@ from mcp.server.mcpserver.exceptions import ToolError
 from ludus.core.failures import Fault, InfraError
 from ludus.core.messages import ToolCall, ToolContext
 from ludus.core.task import Task
-from ludus.tools.mcp import mcp_tools
+from ludus.tools.mcp import mcp_tools, toolset
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
@@ -104,6 +106,111 @@ async def test_json_answers_are_bounded_too() -> None:
         try:
             huge = await tools.call(ToolCall("big", {"size": 1_000_000}), context("one"))
             assert huge.fault is Fault.LIMIT and len(huge.content) < 500
+        finally:
+            await tools.aclose()
+
+
+def packed(app: App, packing: str, bomb: int = 0) -> App:
+    """All JSON answers packed; those to calls are `bomb` megabytes of spaces before the answer."""
+
+    def pack(body: bytes) -> bytes:
+        packer = zlib.compressobj(9, zlib.DEFLATED, 31)
+        spaces = b" " * 1_000_000
+        return b"".join(
+            [*(packer.compress(spaces) for _ in range(bomb)), packer.compress(body), packer.flush()]
+        )
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        start: list[Any] = []
+        body = bytearray()
+
+        async def hold(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                start.append(message)
+                return
+            body.extend(message.get("body", b""))
+            if message.get("more_body"):
+                return
+            if not body:
+                await send(start[0])
+                await send({"type": "http.response.body"})
+                return
+            is_call = b'"content"' in body
+            sent = pack(bytes(body)) if bomb == 0 or is_call else bytes(body)
+            headers = [(k, v) for k, v in start[0]["headers"] if k != b"content-length"]
+            if bomb == 0 or is_call:
+                headers.append((b"content-encoding", packing.encode()))
+            await send({**start[0], "headers": headers})
+            await send({"type": "http.response.body", "body": sent})
+
+        await app(scope, receive, hold if scope["type"] == "http" else send)
+
+    return answer
+
+
+def peak() -> int:
+    """Bytes of memory that this process has had at most."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+async def test_answers_are_bounded_as_they_are_unpacked() -> None:
+    app = packed(counting().streamable_http_app(json_response=True), "gzip", bomb=1500)
+    async with serving(app) as port:
+        tools = mcp_tools({"mcp": f"http://127.0.0.1:{port}/mcp", "max_message_bytes": 1_000_000})
+        try:
+            await tools.open(context("one"))
+            before = peak()
+            huge = await tools.call(ToolCall("big", {"size": 1}), context("one"))
+            assert huge.fault is Fault.LIMIT and "larger than max_message_bytes" in huge.content
+            assert peak() - before < 500_000_000  # of 1,500,000,000 that it unpacks to
+        finally:
+            await tools.aclose()
+
+
+async def test_packed_answers_are_read() -> None:
+    app = packed(counting().streamable_http_app(json_response=True), "gzip")
+    async with serving(app) as port:
+        tools = mcp_tools({"mcp": f"http://127.0.0.1:{port}/mcp"})
+        try:
+            assert (await tools.call(ToolCall("big", {"size": 5}), context("one"))).content == "xxxxx"
+        finally:
+            await tools.aclose()
+
+
+async def test_a_packing_that_nobody_asked_for_is_refused() -> None:
+    app = packed(counting().streamable_http_app(json_response=True), "br")
+    async with serving(app) as port:
+        tools = mcp_tools({"mcp": f"http://127.0.0.1:{port}/mcp", "restarts": 0})
+        with pytest.raises(InfraError, match="packed as br"):
+            await tools.open(context("one"))
+        await tools.aclose()
+
+
+async def test_results_with_very_many_blocks_are_cut_before_they_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[int] = []
+    real = toolset.result_of_call
+
+    def watched(answer: Any, *args: Any) -> Any:
+        seen.append(len(answer.content))
+        return real(answer, *args)
+
+    monkeypatch.setattr(toolset, "result_of_call", watched)
+    server = MCPServer("many")
+
+    @server.tool(structured_output=False)
+    async def many(count: int) -> list[str]:
+        return [f"line {n}" for n in range(count)]
+
+    async with serving(server.streamable_http_app(json_response=True)) as port:
+        tools = mcp_tools({"mcp": f"http://127.0.0.1:{port}/mcp", "max_chars": 200_000})
+        try:
+            few = await tools.call(ToolCall("many", {"count": 3}), context("one"))
+            assert few.content == "line 0\nline 1\nline 2"
+            found = await tools.call(ToolCall("many", {"count": 20_000}), context("one"))
+            assert seen == [3, 1000]
+            assert found.content.endswith("line 998\n... [19,001 more blocks left out] ...")
         finally:
             await tools.aclose()
 

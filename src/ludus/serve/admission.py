@@ -318,8 +318,8 @@ class WorkBudget:
     """Bounds what threads work on at once, by its size (pixels, characters): first come, first served.
 
     A caller that is cancelled leaves the queue; work that has begun holds its share until its thread has ended,
-    whether or not its caller still waits. What is larger than the whole budget runs alone. There are few threads,
-    because each keeps memory that its work has freed.
+    whether or not its caller still waits. What is larger than the whole budget runs alone. There are few
+    threads, because each keeps memory that its work has freed.
     """
 
     def __init__(self, most: int, threads: int = 4) -> None:

@@ -52,6 +52,7 @@ ANY = "*"
 ORPHAN_SECONDS = 30.0
 _MOST_ENDED = 65_536
 _FORWARD_SECONDS = 600.0
+_FORWARD_BYTES = 64 << 20
 _OFF = {"top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1, "presence_penalty": 0,
         "frequency_penalty": 0}  # fmt: skip
 """Sampling that draws from another distribution than the trained one, and the values that do nothing."""
@@ -222,7 +223,14 @@ class EpisodeSession:
         timeout = aiohttp.ClientTimeout(total=_FORWARD_SECONDS)
         try:
             async with self._http.post(url, json=body, headers=headers, timeout=timeout) as answer:
-                return Forwarded(answer.status, answer.content_type, await answer.read())
+                data = bytearray()
+                async for piece in answer.content.iter_any():
+                    data += piece
+                    if len(data) > _FORWARD_BYTES:
+                        raise EngineError(
+                            f"the model at {url} answers with more than {_FORWARD_BYTES:,} bytes"
+                        )
+                return Forwarded(answer.status, answer.content_type, bytes(data))
         except (aiohttp.ClientError, TimeoutError) as error:
             self.failure = EngineError(f"the model at {url} does not answer: {error}")
             raise self.failure from error

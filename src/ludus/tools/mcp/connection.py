@@ -28,6 +28,7 @@ from ludus.core.failures import Boundary, ConfigError, InfraError
 from ludus.tools.mcp.catalog import ToolCatalog, make_catalog
 from ludus.tools.mcp.config import MCPServerConfig
 from ludus.tools.mcp.http import LARGER, HttpStatus, http_transport
+from ludus.tools.mcp.long_results import with_short_results
 from ludus.tools.mcp.stdio import NO_JSON_RPC, ServerProcess, stdio_transport
 
 _log = logging.getLogger(__name__)
@@ -141,7 +142,7 @@ class MCPConnection:
         config, process = self.config, self._process
         transport = http_transport(config, self._http) if process is None else stdio_transport(process)
         client = Client(
-            transport,
+            with_short_results(transport),
             mode=mode,
             cache=None,
             message_handler=self._heard,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import zlib
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,6 +13,7 @@ from mcp.client.streamable_http import streamable_http_client
 from ludus.tools.mcp.config import MCPServerConfig
 
 _CONNECT_SECONDS = 10.0
+_PIECE = 65_536
 LARGER = "larger than max_message_bytes"
 
 
@@ -33,7 +35,8 @@ async def http_transport(config: MCPServerConfig, status: HttpStatus) -> AsyncIt
     # a call's own deadline ends it; a response may be silent for as long
     timeout = httpx2.Timeout(_CONNECT_SECONDS, read=None)
     transport = _BoundedTransport(config.max_message_bytes, status, limits)
-    client = httpx2.AsyncClient(headers=config.http_headers(), timeout=timeout, transport=transport)
+    headers = {**config.http_headers(), "Accept-Encoding": "gzip"}
+    client = httpx2.AsyncClient(headers=headers, timeout=timeout, transport=transport)
     async with (
         client,
         streamable_http_client(
@@ -44,7 +47,10 @@ async def http_transport(config: MCPServerConfig, status: HttpStatus) -> AsyncIt
 
 
 class _BoundedTransport(httpx2.AsyncHTTPTransport):
-    """Reads at most so many bytes of a JSON answer, and notes refusals."""
+    """Reads at most so many bytes of a JSON answer, unpacked ones, and notes refusals.
+
+    A stream of events has no end that could be counted to: the SDK bounds each event.
+    """
 
     def __init__(self, most: int, status: HttpStatus, limits: httpx2.Limits) -> None:
         super().__init__(limits=limits)
@@ -59,23 +65,40 @@ class _BoundedTransport(httpx2.AsyncHTTPTransport):
         self._status.problem = ""
         is_refused = response.status_code >= 400 and request.method == "POST"
         self._status.refusal = f"HTTP status {response.status_code}" if is_refused else ""
-        if not response.headers.get("content-type", "").startswith("text/event-stream"):
-            assert isinstance(response.stream, httpx2.AsyncByteStream)
-            response.stream = _BoundedStream(response.stream, self._most)
+        is_endless = response.headers.get("content-type", "").startswith("text/event-stream")
+        packing = response.headers.pop("content-encoding", "identity").lower()
+        assert isinstance(response.stream, httpx2.AsyncByteStream)
+        most = None if is_endless else self._most
+        response.stream = _BoundedStream(response.stream, most, packing)
         return response
 
 
 class _BoundedStream(httpx2.AsyncByteStream):
-    def __init__(self, inner: httpx2.AsyncByteStream, most: int) -> None:
-        self._inner, self._most = inner, most
+    """A body in pieces: a few kilobytes may unpack to gigabytes, which are never in memory together."""
+
+    def __init__(self, inner: httpx2.AsyncByteStream, most: int | None, packing: str) -> None:
+        self._inner, self._most, self._packing = inner, most, packing
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
+        if self._packing not in ("identity", "gzip", "x-gzip"):
+            raise httpx2.StreamError(f"the answer is packed as {self._packing:.40}; gzip was asked for")
+        unpacker = None if self._packing == "identity" else zlib.decompressobj(zlib.MAX_WBITS | 16)
         size = 0
         async for data in self._inner:
-            size += len(data)
-            if size > self._most:
-                raise httpx2.StreamError(f"the answer is {LARGER} = {self._most:,}")
-            yield data
+            for piece in [data] if unpacker is None else _unpacked(unpacker, data):
+                size += len(piece)
+                if self._most is not None and size > self._most:
+                    raise httpx2.StreamError(f"the answer is {LARGER} = {self._most:,}")
+                yield piece
 
     async def aclose(self) -> None:
         await self._inner.aclose()
+
+
+def _unpacked(unpacker: Any, data: bytes) -> Iterator[bytes]:
+    try:
+        while data and not unpacker.eof:
+            yield unpacker.decompress(data, _PIECE)
+            data = unpacker.unconsumed_tail
+    except zlib.error as error:
+        raise httpx2.StreamError(f"the answer cannot be unpacked: {error}") from None

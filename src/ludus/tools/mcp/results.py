@@ -20,8 +20,6 @@ from ludus.tools.json_schema import argument_problems
 
 _log = logging.getLogger(__name__)
 
-_MOST_BLOCKS = 1_000
-
 
 def result_of_call(
     answer: types.CallToolResult, tool: str, limits: OutputLimits, returns: Json | None
@@ -49,7 +47,7 @@ def result_of_prompt(answer: types.GetPromptResult, limits: OutputLimits) -> Too
     """A prompt with its arguments filled in: who says what."""
     told: list[str] = []
     media: list[Media] = []
-    for message in answer.messages[:_MOST_BLOCKS]:
+    for message in answer.messages:
         text, found = _rendered([message.content])
         told.append(f"{message.role}: {text}")
         media += found
@@ -59,7 +57,7 @@ def result_of_prompt(answer: types.GetPromptResult, limits: OutputLimits) -> Too
 def _rendered(blocks: Iterable[Any]) -> tuple[str, tuple[Media, ...]]:
     texts: list[str] = []
     media: list[Media] = []
-    for block in list(blocks)[:_MOST_BLOCKS]:
+    for block in blocks:
         text, found = _block(block)
         texts.append(text)
         media += [found] if found is not None else []
