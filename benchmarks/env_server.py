@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import json
 import os
+import secrets
 import statistics
 import subprocess
 import sys
@@ -118,7 +119,7 @@ async def by_http(address: str, sessions: int, seconds: float, batch: int = 0) -
     """By plain requests."""
     headers = {"Content-Type": "application/json"}
     async with aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0)) as http:
-        names = [f"s{sessions}-{batch}-{number}" for number in range(sessions)]
+        names = [secrets.token_hex(16) for _ in range(sessions)]
         for name in names:
             body = {"session": name, "episode": name, "task": {"id": "b", "envs": {"textcraft": GAME}}}
             async with http.post(f"{address}/v1/sessions", json=body) as answer:

@@ -66,7 +66,7 @@ async def remote(address: str, **options: Any) -> AsyncIterator[Env]:
 
 
 async def test_one_episode_by_plain_http(server: ServerProcess, http: aiohttp.ClientSession) -> None:
-    base, session = f"{server.address}/v1", secrets.token_hex(4)
+    base, session = f"{server.address}/v1", secrets.token_hex(16)
     async with http.get(f"{base}/envs") as answer:
         [counter, safe] = (await answer.json())["envs"]
     assert (counter["name"], counter["step_rewards"]) == ("counter", "last")
@@ -111,7 +111,7 @@ async def test_what_is_refused(server: ServerProcess, http: aiohttp.ClientSessio
     base = f"{server.address}/v1"
 
     async def opened_for(task: dict[str, Any]) -> tuple[int, str]:
-        body = {"session": secrets.token_hex(4), "episode": secrets.token_hex(4), "task": task}
+        body = {"session": secrets.token_hex(16), "episode": secrets.token_hex(4), "task": task}
         async with http.post(f"{base}/sessions", json=body) as answer:
             found = await answer.json()
             return answer.status, found["error"]["message"] if "error" in found else body["session"]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -134,7 +135,7 @@ class ServerSessions:
         ticket = self._admission.enter(OPENING, None)  # it outlives the request, which is repeated
         # Two clients may use the same episode name; tools keep state by episode, so it must be unique here.
         unique = body.episode not in self._episodes
-        episode = body.episode if unique else f"{body.episode}~{body.session}"
+        episode = body.episode if unique else f"{body.episode}~{secrets.token_hex(8)}"
         context = ToolContext(episode, body.task)
         wanted = None if body.tools is None else frozenset(body.tools)
         session = ServerSession(body.session, body.episode, context, wanted, _now())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
@@ -69,11 +70,22 @@ class _Request(_Body):
     model_config = ConfigDict(strict=True)
 
 
+def _secret(session: str) -> str:
+    if len(session) < 16 or len(set(session)) < 4:
+        raise ValueError(
+            "others could guess it, and use or close the session: send at least 16 random characters, or "
+            "leave it out and take the one in the answer"
+        )
+    return session
+
+
 class OpenBody(_Request):
     """Open a session for an episode. Repeating it with the same `session` gives the same session."""
 
-    session: Key
-    """Chosen by the client, random."""
+    session: Annotated[Key, AfterValidator(_secret)] = Field(
+        default_factory=lambda: secrets.token_hex(16)
+    )
+    """Who knows it can use and close the session: at least 16 random characters, or left out and made here."""
     episode: str = Field(max_length=1024)
     """What the tools are told of as the episode."""
     task: Task = Task()
