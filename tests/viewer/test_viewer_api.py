@@ -643,3 +643,56 @@ def test_evaluations_are_listed_beside_runs(tmp_path: Path) -> None:
     with running_viewer(tmp_path / "evaluations" / "odd-001") as made:
         made.settled()
         assert len(made.get("/api/runs").json["runs"]) == 2, "the folder itself"
+
+
+DIGITS = "1" + "0" * 400
+DEEP = '{"a":' * 900 + "1" + "}" * 900
+PLACE = '{"run": "first", "file": "step-000001.parquet", "row": 0}'
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        f'{{"episode": {PLACE}, "label": true, "note": "\\ud800"}}',
+        *(
+            f'{{"episode": {PLACE}, "label": true, "score": {score}}}'
+            for score in ("NaN", "-Infinity", "1e999", DIGITS, "true")
+        ),
+        f'{{"episode": {PLACE}, "label": true, "more": {DEEP}}}',
+        f'{{"episode": {PLACE.replace(": 0", ": " + DIGITS)}, "label": true}}',
+        f'{{"episode": {PLACE.replace(": 0", ": -1")}, "label": true}}',
+        "[" * 100_000,
+        "[]",
+    ],
+)
+def test_bodies_that_are_wrong_are_a_400_with_a_sentence(viewer: RunningViewer, body: str) -> None:
+    found = viewer.post("/api/label", body.encode())
+    assert found.status == 400 and " " in found.json["error"]
+    assert not viewer.get("/api/labels").json["labels"]
+
+
+@pytest.mark.parametrize("charset", ["punycode", "utf-16", "latin-1", "no-such-thing"])
+def test_bodies_are_utf_8(viewer: RunningViewer, charset: str) -> None:
+    headers = {"Content-Type": f"application/json; charset={charset}", "X-Ludus": "1"}
+    found = viewer.post("/api/label", f'{{"episode": {PLACE}, "label": null}}'.encode(), headers)
+    assert found.status == 415 and "UTF-8" in found.json["error"]
+    headers["Content-Type"] = "application/json; charset=utf-8"
+    assert (
+        viewer.post("/api/label", f'{{"episode": {PLACE}, "label": null}}'.encode(), headers).status
+        == 200
+    )
+
+
+@pytest.mark.parametrize("text", ["%ED%A0%80", "%FF", "%00", "9" * 400])
+def test_addresses_with_odd_bytes_are_answered(viewer: RunningViewer, text: str) -> None:
+    for path in (
+        f"/api/episodes?text={text}",
+        f"/api/episodes?task={text}&run={text}",
+        f"/api/episodes?least_reward={text}",
+        f"/api/episodes?first_step={text}",
+        f"/api/run/{text}",
+        f"/api/history/first?task={text}",
+        f"/api/episode/first/{text}/0",
+        f"/export/episode.json?episode=first/{text}/0",
+    ):
+        assert viewer.get(path).status in (200, 400, 404), path

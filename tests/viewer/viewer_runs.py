@@ -145,7 +145,8 @@ class RunningViewer:
 
     def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> Reply:
         given = {"Content-Type": "application/json", "X-Ludus": "1"} if headers is None else headers
-        return self.ask("POST", path, json.dumps(body).encode(), given)
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self.ask("POST", path, data, given)
 
     def ask(self, method: str, path: str, body: bytes | None, headers: dict[str, str] | None) -> Reply:
         connection = http.client.HTTPConnection(self.netloc, timeout=30)

@@ -313,8 +313,9 @@ class ViewerApi:
         body = await json_body(request)
         place = body_place(body.get("episode"))
         score, note = body.get("score"), body.get("note") or ""
-        if not isinstance(score, int | float | None) or not isinstance(note, str):
-            raise LabelError("a score is a number, and a note is text")
+        is_number = isinstance(score, int | float) and not isinstance(score, bool) and abs(score) < 1e300
+        if not (score is None or is_number) or not isinstance(note, str):
+            raise LabelError("a score is a finite number, and a note is text")
 
         def write() -> Json:
             played = self._trajectory(place)

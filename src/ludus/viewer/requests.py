@@ -94,9 +94,10 @@ def parsed_place(text: str) -> Place:
 
 
 def body_place(raw: Any) -> Place:
-    if not isinstance(raw, dict) or not isinstance(raw.get("row"), int):
+    row = raw.get("row") if isinstance(raw, dict) else None
+    if not isinstance(row, int) or isinstance(row, bool) or not 0 <= row < 10**9:
         raise LabelError('an episode is {"run": ..., "file": ..., "row": ...}')
-    return str(raw.get("run")), str(raw.get("file")), raw["row"]
+    return str(raw.get("run")), str(raw.get("file")), row
 
 
 def place_json(place: Place) -> Json:
