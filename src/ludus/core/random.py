@@ -18,7 +18,12 @@ _GOLDEN = 0x9E3779B97F4A7C15
 def key(*parts: int | str) -> int:
     """A 63-bit key for, say, (run seed, task id, attempt, turn); equal parts give equal keys."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+    return (
+        int.from_bytes(
+            hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big"
+        )
+        >> 1
+    )
 
 
 def uniforms(keys: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[np.float64]:
