@@ -272,8 +272,29 @@ async def test_pages_for_machines_and_people(server: ServerProcess, http: aiohtt
         ),
         (b'{"key":"k","name":"add","arguments":{"a":' + b"9" * 9000 + b',"b":1}}', ""),
         (b'{"key":"k2","name":"' + b"x" * 250_000 + b'"}', "too_large"),
+        *(
+            (b'{"key":"k3","name":"add","arguments":{"a":' + value + b',"b":1}}', "bad_request")
+            for value in (b"NaN", b"-Infinity", b"1e999", b'"\\ud800"', b'{"c": [NaN]}')
+        ),
+        ('{"key":"k4","name":"add"}'.encode("utf-16"), "bad_request"),
     ],
-    ids=["empty", "half", "list", "bytes", "extra", "key", "deep", "digits", "huge"],
+    ids=[
+        "empty",
+        "half",
+        "list",
+        "bytes",
+        "extra",
+        "key",
+        "deep",
+        "digits",
+        "huge",
+        "NaN",
+        "Infinity",
+        "1e999",
+        "surrogate",
+        "NaN below",
+        "utf-16",
+    ],
 )
 async def test_bodies_that_are_wrong(
     server: ServerProcess, http: aiohttp.ClientSession, data: bytes, kind: str
@@ -286,6 +307,20 @@ async def test_bodies_that_are_wrong(
         else:
             assert answer.status in (200, 400)
     async with http.get(f"{server.address}/readyz") as answer:
+        assert answer.status == 200
+
+
+@pytest.mark.parametrize("charset", ["punycode", "utf-16", "latin-1", "no-such-thing"])
+async def test_bodies_are_utf_8(
+    server: ServerProcess, http: aiohttp.ClientSession, charset: str
+) -> None:
+    url, data = f"{server.address}/v1/calls", b'{"key":"k","name":"add","arguments":{"a":1,"b":1}}'
+    headers = {"Content-Type": f"application/json; charset={charset}"}
+    async with http.post(url, data=data, headers=headers) as answer:
+        error = ErrorAnswer.model_validate(await answer.json()).error
+        assert (answer.status, error.kind) == (415, "unsupported_type") and "UTF-8" in error.message
+    headers = {"Content-Type": "application/json; charset=UTF-8"}
+    async with http.post(url, data=data, headers=headers) as answer:
         assert answer.status == 200
 
 

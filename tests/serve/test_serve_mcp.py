@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from mcp.client import Client
 from mcp.client.stdio import StdioServerParameters
@@ -133,3 +134,49 @@ async def test_sessions_over_http(code: str, monkeypatch: pytest.MonkeyPatch) ->
         stranger = mcp_tools({"mcp": address, "restarts": 0})
         with pytest.raises(InfraError, match=r"401|token"):
             await stranger.open(one)
+
+
+HELLO = {
+    "protocolVersion": "2025-06-18",
+    "capabilities": {},
+    "clientInfo": {"name": "x", "version": "1"},
+}
+
+
+async def test_bodies_that_are_wrong(code: str) -> None:
+    headers = {
+        "Authorization": f"Bearer {TOKEN}",
+        "Accept": "application/json, text/event-stream",
+        "Content-Type": "application/json",
+    }
+    with serving(f"{code}:add") as address:
+        async with aiohttp.ClientSession(headers=headers) as http:
+
+            async def post(data: str, **more: str) -> tuple[int, str]:
+                async with http.post(address, data=data.encode(), headers=more) as answer:
+                    return answer.status, await answer.text()
+
+            hello = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": HELLO}
+            async with http.post(address, json=hello) as answer:
+                assert answer.status == 200
+                session = {"mcp-session-id": answer.headers["mcp-session-id"]}
+            assert len(session["mcp-session-id"]) >= 32  # made by the server, and not to be guessed
+
+            def call(value: str) -> str:
+                arguments = f'{{"a": {value}, "b": 1}}'
+                params = f'{{"name": "add", "arguments": {arguments}}}'
+                return f'{{"jsonrpc": "2.0", "id": 2, "method": "tools/call", "params": {params}}}'
+
+            for charset in ("punycode", "utf-16", "no-such-thing"):
+                kind = f"application/json; charset={charset}"
+                status, said = await post(call("1"), **session, **{"Content-Type": kind})
+                assert status == 415 and "UTF-8" in said
+            for value in ("NaN", "1e999", "-Infinity"):
+                status, said = await post(call(value), **session)
+                assert status < 500 and "arguments cannot be read" in said, said
+            deep = '{"a":' * 900 + "1" + "}" * 900
+            for value in (deep, '"\\ud800"'):
+                status, said = await post(call(value), **session)
+                assert status == 400 and "Parse error" in said, said
+            status, said = await post(call("2"), **session)
+            assert status == 200 and '"3"' in said
