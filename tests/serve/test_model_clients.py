@@ -1,11 +1,13 @@
 """Client libraries that nobody here wrote, unchanged, through the model server: their tokens are exact.
 
-They need not be installed where the tests are: LUDUS_CLIENTS_PYTHON names an interpreter that has them.
+They need not be installed where the tests are: LUDUS_CLIENTS_PYTHON names an interpreter that has them, and
+LUDUS_CODEX the command of Codex.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -175,3 +177,46 @@ def test_an_openai_program_learns(tmp_path: Path) -> None:
         progress=False,
     )
     assert float(result.success["after RL"].rstrip("%")) >= 85
+
+
+CODEX = os.environ.get("LUDUS_CODEX", "")
+"""The command of OpenAI's Codex (npm: @openai/codex), where it is installed."""
+CODEX_CONFIG = """
+model = "tiny"
+model_provider = "ludus"
+check_for_update_on_startup = false
+[analytics]
+enabled = false
+[feedback]
+enabled = false
+[otel]
+exporter = "none"
+[model_providers.ludus]
+name = "ludus"
+base_url = "{address}/v1"
+env_key = "LUDUS_KEY"
+wire_api = "responses"
+request_max_retries = 0
+stream_max_retries = 0
+"""
+
+
+@pytest.mark.skipif(not CODEX, reason="LUDUS_CODEX names no Codex")
+async def test_codex_with_its_default_tools_is_token_exact(tmp_path: Path) -> None:
+    """It offers tools of its provider (a namespace, a web search), which are left out."""
+    call = {"name": "exec_command", "arguments": {"cmd": "echo $((2+3))"}}
+    replies = [f"<tool_call>\n{json.dumps(call)}\n</tool_call>", "It is 5."]
+    async with serving(replies) as served:
+        (tmp_path / "config.toml").write_text(CODEX_CONFIG.format(address=served.address))
+        words = ["exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", "What is 2+3?"]
+        variables = {"CODEX_HOME": str(tmp_path), "LUDUS_KEY": served.session.key, "NO_PROXY": "*"}
+        process = await asyncio.create_subprocess_exec(
+            CODEX, *words, cwd=tmp_path, env={**os.environ, **variables},
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        out, err = await process.communicate()
+        assert process.returncode == 0, err.decode()[-3000:]
+        assert out.decode().strip() == "It is 5."
+        assert_every_token_is_recorded(served)
+        counts = {"requests": 2, "conversations": 1, "branches": 0, "restarts": 0}
+        assert served.session.tree.counts == counts
