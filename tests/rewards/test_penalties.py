@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +22,16 @@ from ludus.core import (
     ToolCall,
     Trajectory,
 )
-from ludus.rewards import Curiosity, Format, FormatGate, Scorer, build_reward, exact_match
+from ludus.rewards import (
+    Curiosity,
+    Format,
+    FormatGate,
+    Scorer,
+    Weighted,
+    build_reward,
+    exact_match,
+)
+from ludus.rewards.compose import made_calls
 from ludus.rewards.conduct import (
     call_records,
     effective_share,
@@ -92,6 +102,37 @@ async def test_slow_tools_cost_within_bounds() -> None:
         assert (await scored(spec, one))["time_penalty"] == pytest.approx(expected)
 
 
+_COUNTING = "with recursive n(i) as (select 1 union all select i + 1 from n where i < 300000) "
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+async def test_a_slow_scored_query_costs(tmp_path: Path, is_nested: bool) -> None:
+    """No tool was called: all the time is in the query that `sql_match` runs, listed after the penalty."""
+    (tmp_path / "a.sql").write_text("create table t(x); insert into t values (1);")
+    one = episode(answer=f"{_COUNTING} select count(*) from n", target="select 300000")
+    match = {"reward": "sql_match", "database": "a.sql", "folder": str(tmp_path), "name": "success"}
+    penalty = build_reward({"reward": "time_penalty", "price": 0.2, "budget": 100.0})
+    rewards = [penalty, build_reward(match)]
+    if is_nested:
+        rewards = [Weighted(dict.fromkeys(rewards, 1.0))]  # type: ignore[misc]
+    await Scorer(rewards).score(one)
+    assert one.rewards["success"] == 1.0 and one.seconds["execution"] > 0.0
+    assert one.rewards["time_penalty"] == pytest.approx(-0.2 * one.seconds["execution"] / 100.0)
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [["assert f(2) == 4"], [{"args": [2], "expected": 4}], [{"stdin": "2", "stdout": "4"}]],
+)
+async def test_the_seconds_of_scored_code_are_noted(tests: list[Any]) -> None:
+    code = "def f(x):\n    return x * 2\nif __name__ == '__main__':\n    print(f(int(input())))"
+    one = episode(answer=code, tests=tests, function="f")
+    spec: dict[str, Any] = {"reward": "unit_tests", "name": "success"}
+    await Scorer([build_reward(spec)]).score(one)
+    assert one.rewards["success"] == 1.0 and one.seconds["execution"] > 0.0
+    assert "execution" not in one.rewards
+
+
 async def test_repeats_and_needless_searches_are_found() -> None:
     one = episode(
         search("france", "a country"),
@@ -133,7 +174,7 @@ def test_effective_calls_are_faultless_and_new(calls: list[tuple[str, str, bool]
     ]
     one = episode(*steps)
     good = sum(not bad and r not in [x for _, x, _ in calls[:n]] for n, (_, r, bad) in enumerate(calls))
-    assert effective_share(call_records(one)) == pytest.approx(good / len(calls) if calls else 1.0)
+    assert effective_share(call_records(one)) == pytest.approx(good / len(calls) if calls else 0.0)
     faulty = [n for n, (*_, bad) in enumerate(calls) if bad]
     recovered = sum(any(not bad for *_, bad in calls[n + 1 :]) for n in faulty)
     assert recovery_share(one) == pytest.approx(recovered / len(faulty) if faulty else 1.0)
@@ -165,7 +206,7 @@ async def test_three_dimensions_by_type_and_only_where_complete() -> None:
     fast = await scored(options, episode(search("a", "x"), type="speed"))
     assert fast["three_dimensional"] == 0.5
     lazy = episode(answer="Rome")
-    assert (await scored(options, lazy))["three_dimensional"] == pytest.approx(0.5)
+    assert (await scored(options, lazy))["three_dimensional"] == pytest.approx(0.3 * 0.6 + 0.2)
     assert (await scored(options | {"only_complete": True}, lazy))["three_dimensional"] == 0.0
     for wrong in ({"weights": {"speed": 1}}, {"expected": {"pages": 1}}, {"expected": {"turns": 0}}):
         with pytest.raises(ConfigError):
@@ -197,3 +238,47 @@ async def test_curiosity_is_verltools(calls: list[int]) -> None:
     rate = sum(count > 0 for count in calls) / len(calls)
     expected = [0.5 * max(0.3 - rate, 0) * (n > 0) + 0.05 * min(1 - n, 0) for n in calls]
     assert await Curiosity().score_group(group) == pytest.approx(expected)
+
+
+@given(st.lists(st.lists(st.tuples(st.sampled_from("abx"), st.booleans()), max_size=4), max_size=4))
+def test_an_unknown_tool_takes_no_other_call_with_it(turns: list[list[tuple[str, bool]]]) -> None:
+    """Tool x is not there; others may answer with an error, and are called all the same."""
+    steps: list[Segment] = []
+    for turn in turns:
+        made = tuple(ToolCall(name, {"n": n}) for n, (name, _) in enumerate(turn))
+        wrong = [
+            (name, Fault.UNKNOWN_TOOL if name == "x" else Fault.TOOL_RAISED)
+            for name, is_bad in turn
+            if is_bad or name == "x"
+        ]
+        steps.append(
+            Segment(
+                SegmentKind.ACTION,
+                [5],
+                [-0.1],
+                calls=made,
+                faults=tuple(fault for _, fault in wrong),
+                faulted=tuple(name for name, _ in wrong),
+            )
+        )
+    one = Trajectory(Task.of("?"), [TokenSequence(steps)], stop=StopReason.ANSWERED)
+    names = [name for turn in turns for name, _ in turn]
+    assert [call.name for call in made_calls(one)] == [name for name in names if name != "x"]
+    for tools in ("a", "b", "x"):
+        found = [call.name for call in made_calls(one, [tools])]
+        assert found == [name for name in names if name == tools != "x"]
+
+
+async def test_one_unknown_tool_among_calls_is_paid_as_the_others_are() -> None:
+    both: Step = (
+        [("python", {}, "4"), ("oracle", {}, "there is no tool 'oracle'")],
+        [Fault.UNKNOWN_TOOL],
+    )
+    one = episode(both, target=4, answer="\\boxed{4}")
+    one.actions[0].faulted = ("oracle",)
+    assert await Curiosity(min_rate=1.0, max_calls=0).score_group(Group(one.task, [one])) == [-0.05]
+    assert (await scored({"reward": "call_penalty"}, one))["call_penalty"] == pytest.approx(-0.05)
+    assert (await scored("ludus.envs.maths:vt_math", one))["vt_math"] == 1.0
+    assert (await scored({"reward": "tool_bonus", "inner": "numeric"}, one))["tool_bonus"] == 1.0
+    none = episode(([("oracle", {}, "?")], [Fault.UNKNOWN_TOOL]), target=4, answer="\\boxed{4}")
+    assert made_calls(none) == [] and (await scored("ludus.envs.maths:vt_math", none))["vt_math"] == 0.75

@@ -210,7 +210,8 @@ class Trajectory:
     attempt: int = 0
     seed: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
-    """Where the time went: generate, tools, rewards, total. A branch's own, without its prefix."""
+    """Where the time went: generate, tools, rewards (execution: the part in which the answer's own code or
+    query ran), total. A branch's own, without its prefix."""
     counts: dict[str, float] = field(default_factory=dict)
     """What the agent counted, by the name of the metric: an agent behind the model server counts restarts."""
     branch: Branch | None = None

@@ -99,8 +99,10 @@ class EnvPool:
         own_word = bool(getattr(made, "deterministic", False))
         self.is_deterministic = own_word if deterministic is None else deterministic
         self.has_snapshots = isinstance(made, type) and has_snapshots(made)
-        self.version = code_version(made)
-        """Another one where the code of the environment has changed."""
+        given = {str(place): one for place, one in enumerate(getattr(factory, "args", ()))}
+        given |= {**getattr(factory, "keywords", {}), **(options or {})}
+        self.version = code_version(made, given)
+        """Another one where the environment's code, its options or the files that they name have changed."""
         self.made_by = str(getattr(factory, "__qualname__", None) or type(factory).__name__)
         self._close_factory = getattr(factory, "aclose", None)
         is_session = bool(getattr(factory, "is_session", False))

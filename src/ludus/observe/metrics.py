@@ -102,8 +102,8 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
            "sum"),
     Metric(
         "seconds/<phase>",
-        "Mean wall time an episode spent in a phase: generate, tools, rewards, total. Phases of "
-        "different episodes overlap.",
+        "Mean wall time an episode spent in a phase: generate, tools, rewards, total. `execution` is the part "
+        "of rewards in which the answer's own code or query ran. Phases of different episodes overlap.",
         "seconds per episode",
     ),
     Metric("search/score", "What prefixes were worth when a search over turns held them (`rl.tree.branch = "

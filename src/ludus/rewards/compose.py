@@ -14,6 +14,7 @@ from ludus.core.failures import ConfigError, Fault
 from ludus.core.messages import ToolCall
 from ludus.core.task import Task
 from ludus.core.trajectory import Reward, Trajectory
+from ludus.rewards.conduct import faulty_calls
 from ludus.rewards.reward import CheckedReward, with_retries
 from ludus.rewards.scorer import (
     RewardLike,
@@ -251,13 +252,11 @@ def made_calls(trajectory: Trajectory, tools: Collection[str] | None = None) -> 
 
     A call that cannot be parsed, or of an unknown tool, calls nothing.
     """
-    return [
-        call
-        for action in trajectory.actions
-        if tools is not None or Fault.UNKNOWN_TOOL not in action.faults
-        for call in action.calls
-        if call.fault is None and (tools is None or call.name in tools)
-    ]
+    made: list[ToolCall] = []
+    for action in trajectory.actions:
+        unknown = faulty_calls(action, (Fault.UNKNOWN_TOOL,))
+        made += [call for number, call in enumerate(action.calls) if number not in unknown]
+    return [call for call in made if tools is None or call.name in tools]
 
 
 def good_calls(trajectory: Trajectory) -> list[ToolCall]:

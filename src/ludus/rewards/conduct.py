@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from ludus.core.failures import Fault
 from ludus.core.messages import Message, ToolCall
 from ludus.core.trajectory import Segment, Trajectory
 
@@ -42,18 +43,20 @@ def call_records(trajectory: Trajectory) -> list[AnsweredCall]:
         if turn < len(places):
             following = places[turn + 1] if turn + 1 < len(places) else len(messages)
             answers = messages[places[turn] + 1 : following]
-        faulty = _faulty_calls(action)
+        faulty = faulty_calls(action)
         for number, call in enumerate(action.calls):
             result = answers[number].content if number < len(answers) else ""
             records.append(AnsweredCall(turn, call, number in faulty, result))
     return records
 
 
-def _faulty_calls(action: Segment) -> set[int]:
-    """Which calls of an action were answered by a fault; those of one name are taken in order."""
-    faulted = Counter(action.faulted)
-    if not action.faulted and action.faults:
+def faulty_calls(action: Segment, kinds: Collection[Fault] = tuple(Fault)) -> set[int]:
+    """Which calls of an action were answered by such a fault; those of one name are taken in order."""
+    if not action.faulted and any(fault in kinds for fault in action.faults):
         return set(range(len(action.calls)))  # nobody said which
+    pairs = zip(action.faulted, action.faults, strict=False)
+    faulted = Counter(name for name, fault in pairs if fault in kinds)
+    faulted -= Counter(call.name for call in action.calls if call.fault in kinds)
     found: set[int] = set()
     for number, call in enumerate(action.calls):
         if call.fault is not None:
@@ -65,14 +68,14 @@ def _faulty_calls(action: Segment) -> set[int]:
 
 
 def effective_share(records: Collection[AnsweredCall]) -> float:
-    """Calls without a fault whose result was not seen before, over all calls; 1 without any."""
+    """Calls without a fault whose result was not seen before, over all calls; 0 without any."""
     seen: set[str] = set()
     effective = 0
     for record in records:
         if not record.is_faulty and record.result not in seen:
             effective += 1
         seen.add(record.result)
-    return effective / len(records) if records else 1.0
+    return effective / len(records) if records else 0.0
 
 
 def recovery_share(trajectory: Trajectory) -> float:

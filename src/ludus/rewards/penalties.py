@@ -14,14 +14,16 @@ take the total of a right answer below 1.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from ludus.core.failures import ConfigError, Fault
+from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
 from ludus.rewards.compose import made_calls, tool_names
 from ludus.rewards.conduct import call_records, needless_calls, repeated_calls
 from ludus.rewards.reward import reward
+from ludus.rewards.scores import EXECUTION, Parts, checked_name, checked_weight
 
 
 @reward
@@ -39,16 +41,34 @@ def call_penalty(
     return -_positive(price, "price") * max(0, calls - free)
 
 
-@reward
-def time_penalty(
-    trajectory: Trajectory, *, price: float = 0.1, budget: float = 10.0, free: float = 0.0
-) -> float:
-    """- price * (seconds in tools - free) / budget, at most `price`: slow queries cost.
+class TimePenalty:
+    """- price * (seconds - free) / budget, at most `price`: slow queries cost.
 
-    Wall time is noisy: leave `free` seconds that any good answer needs, and keep the price small.
+    The seconds are those in tools, and those in which the rewards beside it (`sql_match`, `unit_tests`,
+    `programs`) ran the answer's code or query. Wall time is noisy: leave `free` seconds that any good answer
+    needs, and keep the price small.
     """
-    spent = (trajectory.seconds.get("tools", 0.0) - free) / _positive(budget, "budget")
-    return -_positive(price, "price") * min(max(spent, 0.0), 1.0)
+
+    uses_envs = False
+    runs_last = True
+
+    def __init__(
+        self,
+        *,
+        price: float = 0.1,
+        budget: float = 10.0,
+        free: float = 0.0,
+        name: str = "time_penalty",
+        weight: float = 1.0,
+    ) -> None:
+        self.name, self.weight = checked_name(name), checked_weight(weight, name)
+        self.price, self.budget = _positive(price, "price"), _positive(budget, "budget")
+        self.free = free
+
+    async def score(self, trajectory: Trajectory, task: Task, envs: Mapping[str, Any]) -> Parts:
+        seconds = sum(trajectory.seconds.get(phase, 0.0) for phase in ("tools", EXECUTION))
+        spent = (seconds - self.free) / self.budget
+        return {self.name: -self.price * min(max(spent, 0.0), 1.0)}
 
 
 @reward

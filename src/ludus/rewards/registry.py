@@ -40,7 +40,7 @@ REWARDS = Registry(
         "three_dimensional": "ludus.rewards.three_dimensional:ThreeDimensional",
         "turn_penalty": "ludus.rewards.penalties:turn_penalty",
         "call_penalty": "ludus.rewards.penalties:call_penalty",
-        "time_penalty": "ludus.rewards.penalties:time_penalty",
+        "time_penalty": "ludus.rewards.penalties:TimePenalty",
         "fault_penalty": "ludus.rewards.penalties:fault_penalty",
         "repeat_penalty": "ludus.rewards.penalties:repeat_penalty",
         "enough_known_penalty": "ludus.rewards.penalties:enough_known_penalty",

@@ -13,8 +13,9 @@ nothing; an episode to which nothing was added stays unscored, which is not zero
 before anything is written: a failure leaves the trajectory as it was.
 
 Concurrency: rewards of one episode run at the same time, except those that touch its environments. These run
-one after another, because an environment is not made for two callers at once. When one reward fails, the
-others are cancelled, and the caller sees the first failure.
+one after another, because an environment is not made for two callers at once. Those with `runs_last` wait for
+the others beside them, because they read what these took. When one reward fails, the others are cancelled,
+and the caller sees the first failure.
 """
 
 from __future__ import annotations
@@ -184,8 +185,11 @@ async def evaluate_all(
 async def _concurrently(calls: Sequence[tuple[Any, Callable[[], Awaitable[T]]]]) -> list[T]:
     """The result of each reward's call; the top of the module says which ones run at the same time."""
     env_lock = asyncio.Lock()
+    first = [number for number, (reward, _) in enumerate(calls) if not runs_last(reward)]
 
     async def run(reward: Any, call: Callable[[], Awaitable[T]]) -> T:
+        if runs_last(reward) and first:
+            await asyncio.wait([tasks[number] for number in first])
         if not getattr(reward, "uses_envs", True):
             return await call()
         async with env_lock:
@@ -198,6 +202,11 @@ async def _concurrently(calls: Sequence[tuple[Any, Callable[[], Awaitable[T]]]])
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def runs_last(reward: Any) -> bool:
+    """Whether a reward, or one that it is made of, waits for the rewards beside it."""
+    return getattr(reward, "runs_last", False) or any(map(runs_last, getattr(reward, "children", ())))
 
 
 class Scorer:

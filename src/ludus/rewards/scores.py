@@ -32,6 +32,8 @@ _SIMILAR = frozenset({REWARD, TOTAL, "score"})
 """verl's key is "score". Misspelled beside other parts, such a key must not become one addend of a sum."""
 TOOLS = "tools"
 """The part that holds the rewards of single tool calls."""
+EXECUTION = "execution"
+"""Of `Trajectory.seconds`: what the answer's own code or query took while it was scored."""
 RESERVED_NAMES = frozenset({TOTAL, TOOLS})
 
 

@@ -31,8 +31,8 @@ class ThreeDimensional(Composite):
     the task's `metadata["expected"]`, or `expected`. `weights` are those of the three, and `by_type` those for
     tasks by their `metadata["type"]`.
 
-    An episode that does nothing, without a mistake, has half the marks. With `only_complete`, process and
-    efficiency count in proportion to completion.
+    An episode without a call has no effective ones; one that answers wrong at once, with no fault, has 0.38.
+    With `only_complete`, process and efficiency count in proportion to completion.
     """
 
     takes_rewards: ClassVar[frozenset[str]] = frozenset({"completion", "coherence"})

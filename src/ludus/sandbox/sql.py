@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from enum import StrEnum
 from pathlib import Path
@@ -137,6 +137,8 @@ class QueryResult:
     changed: int | None = None
     problem: SqlProblem | None = None
     message: str = ""
+    seconds: float = field(default=0.0, compare=False)
+    """How long it ran, its process included; waiting for a place in the sandbox does not count."""
 
     @property
     def ok(self) -> bool:
@@ -280,7 +282,10 @@ async def _ask(
             memory_mb=limits.memory_mb + _ENGINE_MB,
         )
         execution = await where.python(code, stdin=stdin, limits=bounds)
-    return _guest_answer(execution)
+    answer = _guest_answer(execution)
+    if isinstance(answer, QueryResult):
+        return replace(answer, seconds=execution.seconds)
+    return answer | {"seconds": execution.seconds}
 
 
 def _guest_answer(execution: Execution) -> dict[str, Any] | QueryResult:
@@ -336,7 +341,8 @@ def _parse_result(answer: Mapping[str, Any]) -> QueryResult:
     """The result in the guest's answer; `ValueError` or `KeyError` where it is malformed."""
     if "error" in answer:
         error = answer["error"]
-        return QueryResult(problem=SqlProblem(error["kind"]), message=str(error["message"]))
+        problem, message = SqlProblem(error["kind"]), str(error["message"])
+        return QueryResult(problem=problem, message=message, seconds=answer["seconds"])
     columns, changed = answer["columns"], answer["changed"]
     rows = tuple(tuple(_decoded_value(value) for value in row) for row in answer["rows"])
     if any(len(row) != len(columns or ()) for row in rows) or not isinstance(changed, int | None):
@@ -347,6 +353,7 @@ def _parse_result(answer: Mapping[str, Any]) -> QueryResult:
         int(answer["total"]),
         bool(answer["counted"]),
         changed,
+        seconds=answer["seconds"],
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Generator, Mapping
-from functools import partial
 from typing import Any, Literal
 
 from ludus.core.failures import ConfigError
@@ -19,7 +18,7 @@ from ludus.core.trajectory import Trajectory
 from ludus.envs.code.problems import CodeProblem, problems
 from ludus.envs.data import data_path, files_of, read_rows
 from ludus.rewards.code_tests import UnitTests
-from ludus.rewards.code_tests.fault_attribution import SandboxFactory, score_with_control
+from ludus.rewards.code_tests.fault_attribution import SandboxFactory
 from ludus.rewards.code_tests.test_cases import code_of
 from ludus.rewards.scores import Parts
 from ludus.tools import tool
@@ -59,10 +58,12 @@ class FunctionTests(UnitTests):
         super().__init__(credit=credit, seconds=5.0, total_seconds=30.0, name=name, weight=weight)
 
     async def score(self, trajectory: Trajectory, task: Task, envs: Mapping[str, Any]) -> Parts:
-        score = partial(self._score_answer, task)
-        parts = await score_with_control(self.name, score, submitted(trajectory), self.control_answer)
+        parts = await super().score(trajectory, task, envs)
         passed_all = parts[f"{self.name}_passed"] == parts[f"{self.name}_total"]
         return {**parts, "success": float(passed_all)}
+
+    def _answer_of(self, trajectory: Trajectory) -> str:
+        return submitted(trajectory)
 
     async def _score_answer(self, task: Task, answer: str, sandboxes: SandboxFactory) -> Parts:
         preamble = task.metadata.get("preamble", "")

@@ -24,7 +24,7 @@ from ludus.core.failures import Aborted, Boundary, ConfigError, InfraError, Miss
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
 from ludus.rewards.reward import CheckedReward, with_retries
-from ludus.rewards.scores import Parts, checked_name, checked_weight
+from ludus.rewards.scores import EXECUTION, Parts, checked_name, checked_weight
 from ludus.sandbox import Execution, Sandbox, SandboxConfig, SessionLost, shared_sandbox
 
 T = TypeVar("T")
@@ -215,13 +215,22 @@ class SandboxedReward(CheckedReward, ABC):
         self.sandbox_config = sandbox or SandboxConfig()
 
     async def score(self, trajectory: Trajectory, task: Task, envs: Mapping[str, Any]) -> Parts:
-        answer = trajectory.answer or ""
-        score = partial(self._score_answer, task)
-        return await score_with_control(self.name, score, answer, self.control_answer)
+        score, answer = partial(self._score_answer, task), self._answer_of(trajectory)
+        parts = await score_with_control(self.name, score, answer, self.control_answer)
+        seconds = trajectory.seconds
+        seconds[EXECUTION] = seconds.get(EXECUTION, 0.0) + parts.pop(EXECUTION, 0.0)
+        return parts
+
+    def _answer_of(self, trajectory: Trajectory) -> str:
+        """What is scored."""
+        return trajectory.answer or ""
 
     @abstractmethod
     async def _score_answer(self, task: Task, answer: str, sandboxes: SandboxFactory) -> Parts:
-        """The parts of an answer. An error is the answer's fault unless the control answer fails as well."""
+        """The parts of an answer, and under `EXECUTION` the seconds that it ran.
+
+        An error is the answer's fault unless the control answer fails as well.
+        """
 
     async def _sandbox(self, sandboxes: SandboxFactory, readable: tuple[str, ...] = ()) -> Sandbox:
         """The reward's sandbox, started, with further files that it can read."""

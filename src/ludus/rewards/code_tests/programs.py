@@ -148,8 +148,7 @@ class Programs(SandboxedReward):
         cases = self._cases(task)
         code = code_of(answer, language.fences)
         results = await self._run_cases(await self._sandbox(sandboxes), code, cases, language, task)
-        passed = sum(result.passed for result in results or ())
-        parts = credited(self.name, self.credit, passed, len(cases))
+        parts = credited(self.name, self.credit, results or (), len(cases))
         return {**parts, f"{self.name}_built": float(results is not None)}
 
     def _cases(self, task: Task) -> list[StdinCase]:

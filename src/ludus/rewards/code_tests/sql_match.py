@@ -27,7 +27,7 @@ from ludus.rewards.code_tests.fault_attribution import (
     gold_slots,
 )
 from ludus.rewards.code_tests.test_cases import code_of
-from ludus.rewards.scores import Parts
+from ludus.rewards.scores import EXECUTION, Parts
 from ludus.sandbox import Sandbox, SandboxConfig
 from ludus.sandbox.sql import (
     Blob,
@@ -93,13 +93,19 @@ class SqlMatch(SandboxedReward):
         gold = task.metadata.get(self.key, task.target)
         if not isinstance(gold, str) or not gold.strip():
             raise BrokenTask(f"the task has no gold query: neither metadata {self.key!r} nor a target")
+        has_run, is_same, seconds = True, True, 0.0
         for database in self._databases(task.metadata.get("database", self.database)):
             sandbox = await self._sandbox(sandboxes, self._readable(database))
             wanted = await self._gold(sandbox, database, gold)
-            found = await self._compare(sandbox, database, gold, wanted, predicted)
-            if not found:
-                return {self.name: 0.0, f"{self.name}_ran": float(found is not None)}
-        return {self.name: 1.0, f"{self.name}_ran": 1.0}
+            found = await run_query(sandbox, database, predicted, self.limits)
+            seconds += found.seconds
+            has_run = found.ok and found.columns is not None
+            if not has_run:
+                _log.debug("the query does not run on %s: %s", database.path.name, found.message)
+            is_same = has_run and await self._is_same(gold, wanted, found)
+            if not is_same:
+                break
+        return {self.name: float(is_same), f"{self.name}_ran": float(has_run), EXECUTION: seconds}
 
     async def _gold(self, sandbox: Sandbox, database: Database, gold: str) -> QueryResult:
         """The gold query's result. Where it fails, it runs again in a sandbox that no other episode uses."""
@@ -113,14 +119,8 @@ class SqlMatch(SandboxedReward):
             raise BrokenTask(f"the gold query cannot be used on {database.path.name}: {why}")
         return wanted
 
-    async def _compare(
-        self, sandbox: Sandbox, database: Database, gold: str, wanted: QueryResult, predicted: str
-    ) -> bool | None:
-        """Whether the results agree; None when the predicted query has none."""
-        found = await run_query(sandbox, database, predicted, self.limits)
-        if not found.ok or found.columns is None:
-            _log.debug("the query does not run on %s: %s", database.path.name, found.message)
-            return None
+    async def _is_same(self, gold: str, wanted: QueryResult, found: QueryResult) -> bool:
+        """Whether the results agree."""
         ordered = self.order == "always" or (self.order == "auto" and is_ordered(gold))
         rules = replace(self.rules, ordered=ordered)
         if not found.complete:

@@ -24,7 +24,7 @@ from ludus.core.concurrency import run_sync
 from ludus.core.failures import ConfigError
 from ludus.core.task import Task
 from ludus.rewards.code_tests.fault_attribution import TimeBudget
-from ludus.rewards.scores import Parts
+from ludus.rewards.scores import EXECUTION, Parts
 from ludus.sandbox import Execution, Limits, Outcome, Sandbox
 
 MOST_CASES = 1_000
@@ -67,6 +67,8 @@ class TestResult:
     name: str
     passed: bool
     problem: str = ""
+    seconds: float = 0.0
+    """How long the solution ran for it."""
 
 
 def tests_of(task: Task, key: str, function: str | None = None) -> Tests:
@@ -274,7 +276,8 @@ async def run_stdin_cases(
             continue
         execution = await run(case)
         passed = await _passes(execution, case, mode, tolerance)
-        results.append(TestResult(name, passed, "" if passed else execution.text()[-500:]))
+        problem = "" if passed else execution.text()[-500:]
+        results.append(TestResult(name, passed, problem, execution.seconds))
     return results
 
 
@@ -347,10 +350,12 @@ def check_options(name: str, credit: Credit, compare: CompareMode) -> None:
         raise ConfigError(f"{name!r}: compare is 'exact', 'lines' or 'tokens', not {compare!r}")
 
 
-def credited(name: str, credit: Credit, passed: int, total: int) -> Parts:
-    """The score under the reward's name, with the counts beside it."""
+def credited(name: str, credit: Credit, results: Sequence[TestResult], total: int) -> Parts:
+    """The score under the reward's name, with the counts and the seconds beside it."""
+    passed = sum(result.passed for result in results)
     return {
         name: passed / total if credit == "share" else float(passed == total),
         f"{name}_passed": float(passed),
         f"{name}_total": float(total),
+        EXECUTION: sum(result.seconds for result in results),
     }

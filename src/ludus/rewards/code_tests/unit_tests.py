@@ -84,6 +84,8 @@ class Solution:
         self.budget = budget
         self._is_hopeless = False
         self.generation = -1
+        self.seconds = 0.0
+        """How long it has run, in all its processes."""
         self.names: list[str] = []
 
     @property
@@ -120,6 +122,7 @@ class Solution:
         if len(code.encode("utf-8", "replace")) > _MOST_CODE:
             return {"stopped": "what it was to be given is too large"}
         execution = await self._session.python(code)
+        self.seconds += execution.seconds
         answer = _message(execution, _ANSWER)
         if execution.outcome is not Outcome.OK or execution.lost or answer is None:
             await self.close()
@@ -189,7 +192,7 @@ def count_tests(tests: SourceTests) -> int:
 async def _exchange_messages(tests_session: Session, solution: Solution, code: str) -> list[TestResult]:
     """Pass messages between the two processes until all tests have run."""
     results: list[TestResult] = []
-    expected = 1
+    expected, spent = 1, 0.0
     while True:
         execution = await tests_session.python(code)
         event = _message(execution, _EVENT)
@@ -209,9 +212,9 @@ async def _exchange_messages(tests_session: Session, solution: Solution, code: s
         if "ask" in event:
             reply = await solution.ask(str(event["ask"]))
         elif "test" in event:
-            results.append(
-                TestResult(str(event["test"]), event["passed"] is True, str(event["problem"]))
-            )
+            passed, problem = event["passed"] is True, str(event["problem"])
+            seconds, spent = solution.seconds - spent, solution.seconds
+            results.append(TestResult(str(event["test"]), passed, problem, seconds))
             await solution.ready()
         elif "expected" in event:
             expected = int(event["expected"])
@@ -238,9 +241,11 @@ async def run_call_cases(
 ) -> list[TestResult]:
     """Call the solution's functions, and compare what they return here."""
     results: list[TestResult] = []
+    spent = 0.0
     for number, case in enumerate(cases):
         problem = await _call_problem(solution, case, tolerance)
-        results.append(TestResult(f"case {number}", problem is None, problem or ""))
+        seconds, spent = solution.seconds - spent, solution.seconds
+        results.append(TestResult(f"case {number}", problem is None, problem or "", seconds))
         await solution.ready()
     return results
 
@@ -354,7 +359,7 @@ class UnitTests(SandboxedReward):
         for result in results:
             if not result.passed:
                 _log.debug("task %s, %s: %s", task.id, result.name, result.problem)
-        return credited(self.name, self.credit, sum(result.passed for result in results), len(results))
+        return credited(self.name, self.credit, results, len(results))
 
     async def run_tests(self, sandbox: Sandbox, code: str, task: Task) -> list[TestResult]:
         """A result for each of the task's tests."""

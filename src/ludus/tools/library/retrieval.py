@@ -383,6 +383,7 @@ class SearchTool(Tool):
             raise ConfigError(f"search: k is at least 1, not {k}")
         self.corpus, self.method, self.k = corpus, method, k
         self.model, self.index, self.device = model, index, device
+        self.corpus_digest = checksum(corpus)
         self._open()  # built now, and not within the deadline of a call
 
     def _open(self) -> Retriever:

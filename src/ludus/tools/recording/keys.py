@@ -12,9 +12,10 @@ stateless tool has the history `NO_HISTORY`, and is added to no chain.
 Canonical JSON keeps what a tool can tell apart: 1, 1.0 and true differ, so do 0.0 and -0.0, so do two spellings
 of a letter in Unicode. The order of an object's keys does not count. NaN equals itself.
 
-The version of a local tool is a digest of its source and of the plain settings it was made with. An edit of the
-function, even of a comment, is a new version, so a stale result is never replayed for new code. What the
-function calls is not looked at; name a version yourself where that matters.
+The version of a local tool is a digest of its source, of the plain settings it was made with, and of the files
+that these name: a corpus, a database. An edit of the function, even of a comment, is a new version, so a stale
+result is never replayed for new code. What the function calls is not looked at; name a version yourself where
+that matters.
 """
 
 from __future__ import annotations
@@ -24,13 +25,17 @@ import inspect
 import json
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
+from ludus.core.config import Config
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Json, ToolContext, ToolResult, ToolSet, ToolSpec
 from ludus.core.task import Task
 from ludus.tools.tool import FunctionTool, Tool, tool
+from ludus.tools.toolset import LocalTools
 
 NO_HISTORY = ""
 _SCHEME = "ludus-recording-1"
@@ -172,9 +177,15 @@ _NOT_IN_THE_RESULT = frozenset(
 )
 
 
+_MOST_HASHED = 64_000_000
+"""Bytes of a file up to which its content counts; of a larger one, size and time."""
+_MOST_PATH_CHARS = 1_000
+
+
 def source_versions(things: Iterable[Any]) -> dict[str, str]:
-    """Versions by name of the functions and tools among `things`; tool sets are left to their specs."""
-    local = [one for one in things if isinstance(one, Tool) or not isinstance(one, ToolSet)]
+    """Versions by name of the functions and tools among `things`; tools elsewhere are left to their specs."""
+    inside = [item for one in things for item in (one.tools if isinstance(one, LocalTools) else [one])]
+    local = [one for one in inside if isinstance(one, Tool) or not isinstance(one, ToolSet)]
     made = [one if isinstance(one, Tool) else tool(one) for one in local]
     for one in made:
         if one.signature.env is not None:
@@ -191,12 +202,51 @@ def source_version(one: Tool) -> str:
     settings = {
         name: value
         for name, value in vars(one).items()
-        if not name.startswith("_")
-        and name not in _NOT_IN_THE_RESULT
-        and (value is None or isinstance(value, (str, int, float)))
+        if not name.startswith("_") and name not in _NOT_IN_THE_RESULT
     }
-    text = canonical([source_of(code), settings])
+    return settings_version(source_of(code), settings)
+
+
+def settings_version(source: str, settings: Mapping[str, Any]) -> str:
+    """A digest of a source and of those of its settings that are plain, with the files that they name."""
+    text = canonical([source, _plain_settings(settings)])
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _plain_settings(settings: Mapping[str, Any]) -> Json:
+    """Numbers, texts and paths, also those within a dataclass or a config; a file goes in with its content."""
+    found: Json = {}
+    for name, value in settings.items():
+        if isinstance(value, Config) or (is_dataclass(value) and not isinstance(value, type)):
+            found[name] = _plain_settings(
+                dict(value)
+                if isinstance(value, Config)
+                else {one.name: getattr(value, one.name) for one in fields(value)}
+            )
+        elif value is None or isinstance(value, (str, int, float, Path)):
+            found[name] = str(value) if isinstance(value, Path) else value
+            if isinstance(value, (str, Path)) and (digest := _file_digest(str(value))):
+                found[name] = [str(value), digest]
+    return found
+
+
+def _file_digest(name: str) -> str:
+    """What is in the file of this name; nothing where there is none."""
+    if len(name) > _MOST_PATH_CHARS or ("/" not in name and not Path(name).suffix):
+        return ""
+    try:
+        path = Path(name).expanduser()
+        status = path.stat()
+        return _content_digest(path, status.st_size, status.st_mtime_ns) if path.is_file() else ""
+    except (OSError, ValueError, RuntimeError):  # no path, or one that may not be read
+        return ""
+
+
+@lru_cache(maxsize=100)
+def _content_digest(path: Path, size: int, time: int) -> str:
+    if size > _MOST_HASHED:
+        return f"{size}-{time}"
+    return hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
 
 
 def source_of(code: Callable[..., Any] | type) -> str:

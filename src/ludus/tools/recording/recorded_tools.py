@@ -119,7 +119,7 @@ class RecordedTools:
             raise ConfigError(f"stateless is a list of names: write stateless=[{stateless!r}]")
         self.stateless = frozenset(stateless)
         self.statistics = RecordingStats()
-        self._inner, self._store = inner, store
+        self.inner, self._store = inner, store
         self._per_episode = chosen(Scope, scope, "scope") is Scope.EPISODE
         self._calls = RecordedCalls(store, self.mode, self.statistics)
         self._lists = RecordedLists(inner, store, name, versions or {}, self.mode)
@@ -128,7 +128,7 @@ class RecordedTools:
 
     def effects(self) -> frozenset[str]:
         """As the real tools say; a call that is not recorded reaches them."""
-        return frozenset() if self._inner is None else effects_of(self._inner)
+        return frozenset() if self.inner is None else effects_of(self.inner)
 
     async def open(self, context: ToolContext) -> None:
         """Get ready. The real tools are opened now only in the mode record, else when first needed."""
@@ -201,13 +201,13 @@ class RecordedTools:
     async def aclose(self) -> None:
         """Release the store's connections, and what the real tools hold; for the end of a run."""
         await self._store.close()
-        if self._inner is not None:
-            await shut(self._inner)
+        if self.inner is not None:
+            await shut(self.inner)
 
     @property
     def _real(self) -> ToolSet:
-        assert self._inner is not None  # only replaying does without, and it never calls
-        return self._inner
+        assert self.inner is not None  # only replaying does without, and it never calls
+        return self.inner
 
     async def _open_real(self, state: _EpisodeState, context: ToolContext) -> None:
         async with state.opening:
@@ -354,8 +354,9 @@ def recorded(
 ) -> RecordedTools:
     """`tools` (functions, tools, tool sets, or None to replay) with a memory at a path or an address.
 
-    Functions and tools given here have their own source as version, unless `versions` names one; those
-    inside a tool set are known by their specs alone. The options are those of `RecordedTools`.
+    Functions and tools of this process have their source and settings as version, unless `versions` names one;
+    those elsewhere, on a server for instance, are known by their specs alone. The options are those of
+    `RecordedTools`.
     """
     is_one = isinstance(tools, (Tool, ToolSet)) or callable(tools) or not isinstance(tools, Iterable)
     things = [] if tools is None else [tools] if is_one else list(tools)
