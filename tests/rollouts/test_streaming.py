@@ -158,8 +158,8 @@ PIECES = [
     "```", "```python\n", "\n```\n", "```json\n", "````", "``", "print(1)",
     "<python>", "</python>", "<sql>", "</sql>", "<answer>", "</answer>", "42", "<ans",
     "Thought:", "Thought", "Action:", "Action: add\n", "Action Input:", "Action Input: {}", "Action ",
-    "\nObservation:",
-    "Final Answer: 5", "ST", "STOP", "OP", "é", "日本", "😀", *BIG,
+    "\nObservation:", "\nInput: {}", "Input:", "\nAnswer: 5", "Answer", "Action: Finish\n",
+    " Action: add Input: {}", "Final Answer: 5", "ST", "STOP", "OP", "é", "日本", "😀", *BIG,
 ]  # fmt: skip
 STOPS = st.sampled_from(
     [(), ("STOP",), ("STOP", "OPE", "\n\n"), ("aba",), ("TO", "STOP", "P"), ("\n", "<think>"),
@@ -270,6 +270,9 @@ def shown_early(text: str, format: str, **options: Any) -> str:
         ("react", "Well.\nActio", "Well."),
         ("react", "Well.\nActing", "Well.\nActing"),
         ("react", "Thought: x", ""),
+        ("react", "Well.\nAnswe", "Well."),
+        ("react", "Well.\nAnswer: 4", "Well."),
+        ("react", "Well.\nAction: python\nInput: 4", "Well."),
         ("plain", "go west", ""),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given
@@ -28,6 +29,8 @@ LOOKUP = ToolSpec(
     "Look a key up.",
     {"type": "object", "properties": {"key": {"type": "string"}, "limit": {}}, "required": ["key"]},
 )
+HELP = ToolSpec("help", "Say what can be done.", {"type": "object", "properties": {}})
+LOOK_K = ToolCall("lookup", {"key": "k"})
 EVERY = sorted(FORMATS)
 
 
@@ -291,6 +294,56 @@ class TestReAct:
         with pytest.raises(ValueError, match="one call"):
             self.format.render_action("", [ToolCall("a"), ToolCall("b")])
 
+    @pytest.mark.parametrize(
+        ("text", "calls", "answer", "said"),
+        [
+            ('Thought: I look.\nAction: lookup\nInput: {"key": "k"}', [LOOK_K], None, "I look."),
+            ('Thought: I look. Action: lookup Input: {"key": "k"}', [LOOK_K], None, "I look."),
+            ('Action: lookup Input: {"key": "k"}', [LOOK_K], None, ""),
+            ("Action: lookup\nInput: k\nObservation: 5\nAnswer: 5", [LOOK_K], None, ""),
+            ("Thought: what can I do?\nAction: help", [ToolCall("help")], None, "what can I do?"),
+            ("Action: help\nInput: {}", [ToolCall("help")], None, ""),
+            ("Action: help\nObservation: nothing\nFinal Answer: no", [ToolCall("help")], None, ""),
+            ("Thought: easy\nAnswer: it is\n5", [], "it is\n5", "easy"),
+            ("Thought: easy\nAnswer: 5\nObservation: yes", [], "5", "easy"),
+            ("Thought: done\nAction: Finish", [], "", "done"),
+            ("Thought: done\nAction: Finish\nInput: {}", [], "", "done"),
+            ("Thought: done\nAction: Finish\nAnswer: Paris", [], "Paris", "done"),
+            ("Action: Finish\nFinal Answer: Paris\nObservation: no", [], "Paris", ""),
+            ('Action: finish\nInput: {"answer": "Paris"}', [], "Paris", ""),
+            ('Action: Finish\nAction Input: {"answer": 5}', [], "5", ""),
+            ("Action: Finish\nAction Input: the end", [], "the end", ""),
+            ("Action: Finish[Paris]", [], "Paris", ""),
+        ],
+    )
+    def test_agentfly_writes_other_words(self, text, calls, answer, said):
+        parsed = self.format.bind([LOOKUP, HELP]).parse(text)
+        assert (list(parsed.calls), parsed.answer, parsed.text) == (calls, answer, said)
+
+    def test_a_tool_called_finish_is_a_tool(self):
+        finish = replace(HELP, name="Finish")
+        for text in ("Action: Finish", "Action: Finish\nAction Input: {}", "Action: Finish\nInput: {}"):
+            assert self.format.bind([finish]).parse(text).calls == (ToolCall("Finish"),)
+
+    @pytest.mark.parametrize(
+        ("text", "words"),
+        [
+            ("Action: lookup", "Action Input is missing"),  # it needs a key
+            ("Action: unheard_of", "Action Input is missing"),
+            ("Thought: the Action: is mine", "neither"),
+            ("Input: {}", "neither"),
+        ],
+    )
+    def test_what_neither_form_says_is_malformed(self, text, words):
+        assert words in faulty(self.format.bind([LOOKUP, HELP]), text)
+
+    def test_what_the_first_form_says_is_not_read_as_the_second(self):
+        bound = self.format.bind([LOOKUP, HELP])
+        note = "a\nAnswer: b\nInput:  c"
+        assert bound.parse(f"Final Answer: {note}").answer == note
+        parsed = bound.parse(f"Thought: {note}\nAction: lookup\nAction Input: {note}")
+        assert (parsed.calls, parsed.text) == ((ToolCall("lookup", {"key": note}),), note)
+
 
 class TestPlain:
     @pytest.mark.parametrize(
@@ -321,6 +374,7 @@ FRAGMENTS = st.sampled_from(
     [
         *("<tool_call>", "</tool_call>", "<think>", "</think>", "<python>", "</python>", "<answer>"),
         *("</answer>", "<|python_tag|>", "```", "```python", "```sql", "Action:", "Action Input:"),
+        *("\nInput:", "\nAnswer:", "\nThought:", "\nAction: Finish"),
         *("Observation:", "Final Answer:", "{", "}", "[", "]", '"', "\\", ":", ",", " ", "null", "NaN"),
         *("-1e999", '{"name":', '"add"', '"arguments": {}}', "é", "\x00"),
     ]
@@ -364,6 +418,9 @@ def test_no_text_raises(name, text):
         "Action:\n",
         "Action Input: {",
         "Final Answer:",
+        "Thought: a Action: b ",
+        "Action: finish[",
+        "\nInput:",
         "\n",
         " ",
         "a",

@@ -1,14 +1,21 @@
-"""ReAct: lines of `Thought:`, `Action:` and `Action Input:`, or `Final Answer:`."""
+"""ReAct: lines of `Thought:`, `Action:` and `Action Input:`, or `Final Answer:`.
+
+AgentFly's words are read as well: `Input:` and `Answer:`, on lines of their own or all on one, `Action: Finish`
+with the answer as its input, and a tool that needs no argument without an input. What the first form says is
+never read as the second.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar, Self
 
 from ludus.core.messages import Role, ToolCall, ToolSpec
 from ludus.rollouts.formats.base import (
     ActionFormat,
+    BadJson,
     ParsedAction,
     Target,
     main_argument,
@@ -16,6 +23,7 @@ from ludus.rollouts.formats.base import (
     split_thinking,
     summaries,
     unfinished,
+    whole_json,
     write_json,
 )
 
@@ -25,6 +33,14 @@ EXAMPLE = (
 )
 _LABELS = ("Thought", "Action Input", "Action", "Observation", "Final Answer")
 _LABEL = re.compile(rf"^({'|'.join(_LABELS)})[ \t]*:", re.MULTILINE)
+_ALL_LABELS = (*_LABELS, "Input", "Answer")
+_ANY_LABEL = re.compile(rf"^({'|'.join(_ALL_LABELS)})[ \t]*:", re.MULTILINE)
+_STEP = re.compile(r"^(Action|Answer|Final Answer)[ \t]*:", re.MULTILINE)
+_STEP_IN_LINE = re.compile(r"(?<=\s)(Action):(?=\s*+\S++\s++Input:)")
+_NEXT_STEP = re.compile(r"^(?:Thought|Action|Observation|Final Answer)[ \t]*:", re.MULTILINE)
+_INPUT = re.compile(r"(?:^|[ \t])(?:Action )?Input[ \t]*:", re.MULTILINE)
+_OBSERVATION = re.compile(r"^Observation[ \t]*:", re.MULTILINE)
+_FINISH = re.compile(r"finish(?:\[(?P<answer>.*)\])?", re.IGNORECASE | re.DOTALL)
 
 
 class ReActFormat(ActionFormat):
@@ -39,30 +55,77 @@ class ReActFormat(ActionFormat):
         """`main_arguments` says what an input that is no JSON means: `{"search": "query"}`."""
         self._given = main_arguments is not None
         self._main = dict(main_arguments or {})
+        self._tools: Mapping[str, ToolSpec] | None = None
+        """By name, once they are known."""
 
     def bind(self, tools: Sequence[ToolSpec]) -> Self:
-        if self._given:
-            return self
         found = {tool.name: main_argument(tool) for tool in tools}
-        return type(self)({name: argument for name, argument in found.items() if argument is not None})
+        main = {name: argument for name, argument in found.items() if argument is not None}
+        bound = type(self)(self._main if self._given else main)
+        bound._given = self._given
+        bound._tools = {tool.name: tool for tool in tools}
+        return bound
 
     def parse(self, text: str) -> ParsedAction:
         thought, content, closed = split_thinking(text)
         if not closed:
             return unfinished(thought)
+        found = self._read(content)
+        if any(
+            call.fault is not None or (self._tools is not None and self._is_finish(call.name))
+            for call in found.calls
+        ):
+            found = self._read_agentfly(content) or found
+        return replace(found, thought=thought)
+
+    def _read(self, content: str) -> ParsedAction:
         parts = _labelled(content)
-        outside = "\n".join(body for label, body in parts if label in ("", "Thought")).strip()
+        outside = _outside(parts)
         for index, (label, body) in enumerate(parts):
             if label == "Final Answer":
-                return ParsedAction(outside, (), _until_observation(parts[index:]), thought)
+                return ParsedAction(outside, (), _until_observation(parts[index:]))
             if label in ("Action", "Action Input"):
                 given = parts[index + 1] if index + 1 < len(parts) else ("", "")
-                return ParsedAction(outside, (self._call(label, body, given),), None, thought)
+                return ParsedAction(outside, (self._call(label, body, given),))
         problem = f"there is neither an Action nor a Final Answer; write\n{EXAMPLE}"
-        return ParsedAction(outside, (malformed(problem),), None, thought)
+        return ParsedAction(outside, (malformed(problem),))
+
+    def _read_agentfly(self, content: str) -> ParsedAction | None:
+        """The action or answer in AgentFly's words; None where there is none."""
+        step, thought = _STEP.search(content), _LABEL.search(content)
+        if step is None and thought is not None:
+            step = _STEP_IN_LINE.search(content, thought.end())
+        if step is None:
+            return None
+        outside, rest = _outside(_labelled(content[: step.start()])), content[step.end() :]
+        if step[1] != "Action":
+            return ParsedAction(outside, (), _before(_OBSERVATION, rest))
+        action = _before(_NEXT_STEP, rest)
+        given = _INPUT.search(action)
+        name = action[: given.start() if given is not None else None].strip()
+        written = action[given.end() :].strip() if given is not None else None
+        if self._is_finish(_before(_ANY_LABEL, name)):
+            answer = _STEP.search(rest)
+            says_more = answer is not None and answer[1] != "Action"
+            said = _before(_OBSERVATION, rest[answer.end() :]) if answer and says_more else written
+            return ParsedAction(outside, (), _finished(name) if said is None else _answer(said))
+        if written is None and self._is_bare(name):
+            return ParsedAction(outside, (ToolCall(name),))
+        if written is None or not name or "\n" in name:
+            return None
+        return ParsedAction(outside, (self._call("Action", name, ("Action Input", written)),))
+
+    def _is_finish(self, name: str) -> bool:
+        """Whether an action ends the episode: no tool is called so, as far as they are known."""
+        return _FINISH.fullmatch(name) is not None and name not in (self._tools or ())
+
+    def _is_bare(self, name: str) -> bool:
+        """Whether a tool needs no argument."""
+        tool = (self._tools or {}).get(name)
+        return tool is not None and not tool.parameters.get("required")
 
     def certain(self, body: str) -> int:
-        if (label := _LABEL.search(body)) is not None:
+        if (label := _ANY_LABEL.search(body)) is not None:
             return label.start()
         line = body.rfind("\n") + 1
         return line if _might_be_label(body[line:]) else len(body)
@@ -97,7 +160,7 @@ class ReActFormat(ActionFormat):
 
 def _might_be_label(line: str) -> bool:
     """Whether a line that goes on could become one that begins with a label."""
-    return any(label.startswith(line) or line.rstrip(" \t") == label for label in _LABELS)
+    return any(label.startswith(line) or line.rstrip(" \t") == label for label in _ALL_LABELS)
 
 
 def _labelled(text: str) -> list[tuple[str, str]]:
@@ -107,6 +170,35 @@ def _labelled(text: str) -> list[tuple[str, str]]:
     bodies = [text[match.end() : stop] for match, stop in zip(found, edges[1:], strict=True)]
     labels = [match[1] for match in found]
     return [("", text[: edges[0]].strip()), *zip(labels, (b.strip() for b in bodies), strict=True)]
+
+
+def _outside(parts: Sequence[tuple[str, str]]) -> str:
+    """What is neither an action nor an answer."""
+    return "\n".join(body for label, body in parts if label in ("", "Thought")).strip()
+
+
+def _before(label: re.Pattern[str], text: str) -> str:
+    """`text` up to a label."""
+    found = label.search(text)
+    return text[: found.start() if found is not None else None].strip()
+
+
+def _finished(name: str) -> str:
+    """The answer in `Finish[answer]`."""
+    found = _FINISH.fullmatch(name)
+    return ((found and found["answer"]) or "").strip()
+
+
+def _answer(written: str) -> str:
+    """The answer that is the input of `Finish`: a text, or the only value of a JSON object."""
+    try:
+        value = whole_json(written)
+    except BadJson:
+        return written
+    if not isinstance(value, dict) or len(value) > 1:
+        return written
+    said = next(iter(value.values()), "")
+    return said if isinstance(said, str) else write_json(said)
 
 
 def _until_observation(parts: Sequence[tuple[str, str]]) -> str:
