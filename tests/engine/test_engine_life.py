@@ -15,6 +15,7 @@ import torch
 from engine_models import make, plain_logprobs, prompts, stock_greedy, until
 
 from ludus.core import ConfigError, Engine, EngineError, FinishReason, Media, Sampling, VersionSpan
+from ludus.core.time_limit import time_limit
 from ludus.engine import EmbeddedEngine, EngineConfig, engine_thread
 
 GREEDY = Sampling(max_tokens=6, temperature=0)
@@ -379,3 +380,41 @@ def test_the_old_name_of_the_block_size_leads_to_the_new_one() -> None:
             ConfigError, match=r"page_size: unknown key; did you mean '(engine\.)?block_size'"
         ):
             config.parse(raw)
+
+
+@pytest.mark.parametrize("waiting", [1, 1024])
+async def test_the_queue_is_not_an_episodes_time(waiting: int) -> None:
+    """In its queue, and before its door (`max_waiting`), while it is paused; then a few tokens."""
+    engine = EmbeddedEngine(make(), config=EngineConfig(max_waiting=waiting))
+    [context] = prompts([12])
+    await engine.generate(context, GREEDY)
+    await engine.pause()
+
+    async def episode() -> int:
+        async with time_limit(1.5):
+            return len((await engine.generate(context, GREEDY)).tokens)
+
+    running = [asyncio.create_task(episode()) for _ in range(3)]
+    await asyncio.sleep(2.0)
+    assert not any(one.done() for one in running)
+    await engine.resume()
+    assert await asyncio.gather(*running) == [6, 6, 6]
+    await engine.close()
+
+
+async def test_a_request_that_runs_is_an_episodes_time() -> None:
+    """A pause after the first tokens is no queue: an engine that hangs there is found."""
+    engine = EmbeddedEngine(make())
+    [context] = prompts([12])
+
+    async def episode() -> None:
+        async with time_limit(1.0):
+            await engine.generate(context, LONG)
+
+    running = asyncio.create_task(episode())
+    await until(lambda: engine.stats.generated_tokens > 2)
+    await engine.pause()
+    with pytest.raises(TimeoutError):
+        await running
+    await engine.resume()
+    await engine.close()

@@ -8,7 +8,7 @@ from typing import Any
 
 from server_process import TOOLS, ServerProcess, lines_of, serving, until
 
-from ludus.core import ByteTokenizer, Group, Task, ToolCall, ToolSet
+from ludus.core import Boundary, ByteTokenizer, Group, Task, ToolCall, ToolSet
 from ludus.engine import FakeEngine
 from ludus.rewards import Scorer, reward
 from ludus.rollouts import Budgets, Renderer, Rollout, load_format
@@ -87,3 +87,18 @@ async def test_episodes_that_lose_their_server_are_played_again(tmp_path: Path) 
     for trajectory in group.trajectories:
         assert trajectory.failure is None
         assert [m.content for m in trajectory.messages if "a,b" in m.content], "its state is whole"
+
+
+async def test_the_servers_queue_is_not_an_episodes_time() -> None:
+    """One call runs at a time, so the last of 16 episodes waits for longer than an episode may take."""
+    with serving("nap", options=("--concurrency", "1")) as server:
+        async with RemoteTools(server.address) as tools:
+            playing = rollout(tools, [[ToolCall("nap", {"seconds": 0.15})]], 16)
+            playing.budgets, playing.retries = Budgets(max_seconds=1.5), 0
+            group = await played(playing)
+            slow = rollout(tools, [[ToolCall("nap", {"seconds": 2.5})]], 1)
+            slow.budgets, slow.retries = Budgets(max_seconds=1.5), 0
+            [late] = (await played(slow)).trajectories
+    assert [one.failure for one in group.trajectories] == [None] * 16
+    assert max(s.seconds for one in group.trajectories for s in one.spans if s.kind == "queue") > 1.5
+    assert late.failure is not None and late.failure.boundary is Boundary.DEADLINE

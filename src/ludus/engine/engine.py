@@ -15,7 +15,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from torch import nn
 from ludus.core.failures import EngineError, LudusError
 from ludus.core.generation import Completion, FinishReason, OnTokens, Sampling, VersionSpan
 from ludus.core.messages import MediaSpan
+from ludus.core.time_limit import Wait, queueing
 from ludus.core.tokenizer import Tokenizer
 from ludus.engine.config import EngineConfig, EngineStats
 from ludus.engine.engine_core import EngineCore
@@ -94,27 +96,28 @@ class EmbeddedEngine:
         context = self._checked(tokens)
         keyed = await self._keyed(context, media)
         limit, stop_checker = self._limit(len(context), sampling), self._stop_checker(sampling)
-        if not await self._admission.enter(session):
-            self._thread.check_open()
-            return Completion([], [], FinishReason.ABORTED, (VersionSpan(0, self.policy_version),))
-        reply_future = ReplyFuture()
-        request = Request(
-            tokens=keyed,
-            prompt=len(context),
-            limit=limit,
-            sampling=sampling,
-            images=tuple(media),
-            session=session,
-            reply=lambda outcome: self._thread.reply(reply_future, outcome),
-            leave_queue=self._admission.leave,
-            arrived=arrived,
-            stop_tokens=frozenset(sampling.stop_tokens),
-            stop_checker=stop_checker,
-            seen=self._seen(context, sampling),
-        )
-        stream = None if on_tokens is None else TokenStream(reply_future, keyed, on_tokens)
-        completion: Completion = await self._run(request, reply_future, stream)
-        return completion
+        with queueing() as wait:
+            if not await self._admission.enter(session):
+                self._thread.check_open()
+                return Completion([], [], FinishReason.ABORTED, (VersionSpan(0, self.policy_version),))
+            reply_future = ReplyFuture()
+            request = Request(
+                tokens=keyed,
+                prompt=len(context),
+                limit=limit,
+                sampling=sampling,
+                images=tuple(media),
+                session=session,
+                reply=lambda outcome: self._thread.reply(reply_future, outcome),
+                leave_queue=partial(self._left_queue, wait, asyncio.get_running_loop()),
+                arrived=arrived,
+                stop_tokens=frozenset(sampling.stop_tokens),
+                stop_checker=stop_checker,
+                seen=self._seen(context, sampling),
+            )
+            stream = None if on_tokens is None else TokenStream(reply_future, keyed, on_tokens)
+            completion: Completion = await self._run(request, reply_future, stream)
+            return completion
 
     async def score(
         self, tokens: Sequence[int], *, temperature: float = 1.0, media: Sequence[MediaSpan] = ()
@@ -155,6 +158,13 @@ class EmbeddedEngine:
             if self._thread.closed is None:
                 self._thread.post(lambda: self._core.cancel(request))
             raise
+
+    def _left_queue(self, wait: Wait, loop: asyncio.AbstractEventLoop) -> None:
+        """On the thread: something is computed for a request."""
+        self._admission.leave()
+        if wait.is_limited:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(wait.leave)
 
     async def fork(self, session: str, into: str) -> None:
         await self._thread.call(lambda: self._core.scheduler.fork(session, into))

@@ -24,13 +24,14 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, get_args
 
 from ludus.core.failures import Boundary, ConfigError, InfraError
 from ludus.core.task import Task
+from ludus.core.time_limit import queueing
 from ludus.core.user_code import error_with_location, log_once
 from ludus.envs.env import Env, Isolation, Observation, ServerFull, ShowActions, has_snapshots, reset_env
 from ludus.envs.instances import Instance, InstanceFactory, is_final
@@ -105,7 +106,7 @@ class EnvPool:
         """Another one where the environment's code, its options or the files that they name have changed."""
         self.made_by = str(getattr(factory, "__qualname__", None) or type(factory).__name__)
         self._close_factory = getattr(factory, "aclose", None)
-        is_session = bool(getattr(factory, "is_session", False))
+        self._is_session = is_session = bool(getattr(factory, "is_session", False))
         self._time_to_live, self._max_idle = time_to_live, max_idle
         self._max_uses = 1 if is_session else max_uses
         self.reset_timeout, self._reset_retries = reset_timeout, reset_retries
@@ -243,7 +244,8 @@ class EnvPool:
             was_full = False
             attempt += 1
             try:
-                seen = await reset_env(instance.env, task, self.name, timeout=self.reset_timeout)
+                with queueing() if self._is_session else nullcontext():  # for a place on the server
+                    seen = await reset_env(instance.env, task, self.name, timeout=self.reset_timeout)
             except ServerFull as error:
                 self._retire(instance)
                 self._note_full(error)
@@ -306,7 +308,8 @@ class EnvPool:
             self._waiting.append(waiter)
         self._grow()
         try:
-            await asyncio.wait((waiter,), timeout=seconds)
+            with queueing():
+                await asyncio.wait((waiter,), timeout=seconds)
         except asyncio.CancelledError:
             self._withdraw(waiter)
             raise

@@ -22,6 +22,7 @@ from ludus.core.messages import Media, Message, ToolCall, ToolContext, ToolResul
 from ludus.core.pictures import PictureError
 from ludus.core.random import key
 from ludus.core.task import Task
+from ludus.core.time_limit import recorded_wait
 from ludus.core.trajectory import (
     EnvRender,
     Segment,
@@ -170,9 +171,11 @@ class Episode:
             seed=key(self.trajectory.seed, self.trajectory.turns),
         )
         started = time.perf_counter()
-        completion = await self._engine.generate(
-            context, sampling, session=self.context.episode, media=self._sequence.media
-        )
+        with recorded_wait() as queued:
+            completion = await self._engine.generate(
+                context, sampling, session=self.context.episode, media=self._sequence.media
+            )
+            queued(completion.queued_seconds)
         seconds = time.perf_counter() - started
         spans = spans_of("generate", started, seconds, completion.queued_seconds, self.trajectory.turns)
         self.trajectory.spans += spans

@@ -28,6 +28,7 @@ from ludus.core.failures import Aborted, ConfigError, Fault
 from ludus.core.generation import Completion, Engine, FinishReason, Sampling
 from ludus.core.messages import MediaSpan, Message, ToolSpec
 from ludus.core.random import key
+from ludus.core.time_limit import current_limit, recorded_wait, under_limit
 from ludus.core.tokenizer import ImageTokens
 from ludus.core.trajectory import (
     Segment,
@@ -156,6 +157,8 @@ class MessageTree:
         self._actions: dict[str, Segment] = {}
         """Committed actions by the ids of their turns."""
         self._sessions = EngineSessions(engine, session)
+        self._time_limit = current_limit()
+        """The episode's; requests come from other tasks."""
         self._walked: tuple[int, list[tuple[Message, int]]] = (0, [])
         """The root and the known messages of the request that was located last, with the state after each."""
         self._sampled: dict[int, int] = {}
@@ -211,9 +214,11 @@ class MessageTree:
             if self.expert is not None:
                 completion = await self._demonstrated(renderer, spot, self.expert)
             else:
-                completion = await self._engine.generate(
-                    context, sampling, session=session, media=media, on_tokens=on_tokens
-                )
+                with under_limit(self._time_limit), recorded_wait() as queued:
+                    completion = await self._engine.generate(
+                        context, sampling, session=session, media=media, on_tokens=on_tokens
+                    )
+                    queued(completion.queued_seconds)
         finally:
             self._sessions.give_back(session)
             seconds = time.perf_counter() - started

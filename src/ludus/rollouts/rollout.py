@@ -35,6 +35,7 @@ from ludus.core.generation import Engine, Sampling
 from ludus.core.messages import IMAGE_MARK, Media, Message, ToolContext, ToolSet
 from ludus.core.random import key
 from ludus.core.task import Task
+from ludus.core.time_limit import time_limit
 from ludus.core.trajectory import EnvRender, Group, StopReason, TimeSpan, TokenSequence, Trajectory
 from ludus.core.user_code import log_once
 from ludus.envs import (
@@ -215,13 +216,13 @@ class Rollout:
     async def _play_in_time(
         self, trajectory: Trajectory, name: str, record: EpisodeRecord | None
     ) -> None:
-        """The episode within `max_seconds`; a `TimeoutError` of user code passes through.
+        """The episode within `max_seconds`, queues left out; a `TimeoutError` of user code passes through.
 
         A branch that cannot be had is played from the prompt.
         """
         limit = self.budgets.max_seconds
         try:
-            async with asyncio.timeout(limit) as deadline:
+            async with time_limit(limit) as deadline:
                 try:
                     await self._play_and_score(trajectory, name, record)
                 except CannotFork as refused:

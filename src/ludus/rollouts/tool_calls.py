@@ -12,6 +12,7 @@ from ludus.core.audit import Audit, AuditRecord, legality_of
 from ludus.core.concurrency import run_sync
 from ludus.core.failures import Fault, InfraError
 from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSet, ToolSpec
+from ludus.core.time_limit import recorded_wait
 from ludus.core.trajectory import Trajectory, spans_of
 from ludus.rollouts.budgets import Budgets
 from ludus.tools import OutputLimits, changed_tools, tools_changed
@@ -54,8 +55,11 @@ class ToolCalls:
         """Run these calls concurrently; each comes back with its result, the model's mistakes included."""
         started = time.perf_counter()
         allowed, refused = calls[: self._budgets.max_calls], calls[self._budgets.max_calls :]
+        ran: list[tuple[float, float]] = []
         try:
-            results = await _gather([self._run_one(call) for call in allowed])
+            with recorded_wait() as queued:
+                results = await _gather([self._run_one(call, ran) for call in allowed])
+                queued(time.perf_counter() - started - covered(ran))
         finally:
             self._trajectory.seconds["tools"] += time.perf_counter() - started
         refusal = ToolResult(
@@ -68,8 +72,8 @@ class ToolCalls:
             truncated[-1] = replace(truncated[-1], content=f"{truncated[-1].content}\n\n{notice}")
         return [*zip(allowed, truncated, strict=True), *((call, refusal) for call in refused)]
 
-    async def _run_one(self, call: ToolCall) -> ToolResult:
-        """One call, and its line in the audit log."""
+    async def _run_one(self, call: ToolCall, times: list[tuple[float, float]]) -> ToolResult:
+        """One call, and its line in the audit log; adds to `times` from when to when it ran."""
         started = time.perf_counter()
         try:
             result = await self._tools.call(call, self._context)
@@ -82,6 +86,7 @@ class ToolCalls:
         seconds = time.perf_counter() - started
         ran = result.seconds or seconds  # tools that do not say are taken to have run all the time
         turn, queued = self._trajectory.turns - 1, max(0.0, seconds - ran)
+        times.append((started + queued, started + seconds))
         self._trajectory.spans += spans_of("tool", started, seconds, queued, turn, call.name)
         self._note(call, result, seconds)
         return result
@@ -170,6 +175,15 @@ class ToolCalls:
             new = max(before, reward)
         self._level = new
         return new - (before or 0.0)
+
+
+def covered(times: Sequence[tuple[float, float]]) -> float:
+    """How long at least one of these intervals lasted."""
+    total, end = 0.0, float("-inf")
+    for start, stop in sorted(times):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total
 
 
 async def _gather(running: Sequence[Coroutine[Any, Any, ToolResult]]) -> list[ToolResult]:

@@ -30,6 +30,7 @@ from urllib.parse import quote, urlsplit
 
 from ludus.core.failures import ConfigError, Fault, InfraError
 from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult, ToolSpec
+from ludus.core.time_limit import queueing
 from ludus.tools.hosting.host import UNKNOWN, EpisodeLost, OutcomeUnknown, ToolFacts
 from ludus.tools.remote_http import (
     NotConnected,
@@ -230,7 +231,10 @@ class RemoteTools:
             return ToolResult(f"{call.name}: {problem}", fault=Fault.BAD_ARGUMENTS)
         body: Json = {"key": secrets.token_hex(12), "name": call.name, "arguments": call.arguments}
         body["id"] = call.id[:_MAX_NAME_CHARS]
-        return await self._result(self._episode(context), _PendingCall(call.name, body, self._budget()))
+        with queueing():  # at the server, as far as its answer does not say that the call ran
+            return await self._result(
+                self._episode(context), _PendingCall(call.name, body, self._budget())
+            )
 
     async def close(self, context: ToolContext) -> None:
         """Tell the server; one that cannot be told closes the session by itself, when it is idle."""

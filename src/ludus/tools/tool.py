@@ -14,6 +14,7 @@ from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 from ludus.core.failures import ConfigError, Fault, ToolFault
 from ludus.core.messages import ToolContext, ToolResult, ToolSpec
+from ludus.core.time_limit import queueing
 from ludus.core.user_code import register_user_code
 from ludus.tools.arguments import validate_arguments
 from ludus.tools.calling import Encode, Invocation, OutputLimits, invoke
@@ -327,7 +328,8 @@ class Limiter:
             turn = asyncio.get_running_loop().create_future()
             self._waiting.append(turn)
         try:
-            await turn
+            with queueing():
+                await turn
         except asyncio.CancelledError:
             with self._lock:
                 granted = turn not in self._waiting

@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, FinishReason, OnTokens, Sampling, VersionSpan
 from ludus.core.messages import MediaSpan
+from ludus.core.time_limit import queueing
 from ludus.engine.replicas.canary import Canary, CanaryError
 from ludus.engine.replicas.replica import Replica
 from ludus.engine.replicas.weight_folders import Published, WeightFolders, WeightSource
@@ -317,7 +318,8 @@ class ReplicatedEngine:
         media: Sequence[MediaSpan] = (),
         on_tokens: OnTokens | None = None,
     ) -> Completion:
-        member = await self._placed(session)
+        with queueing():
+            member = await self._placed(session)
         if member is None:
             return Completion([], [], FinishReason.ABORTED, (VersionSpan(0, self._version),))
         member.anonymous += session is None
