@@ -36,7 +36,7 @@ def rollouts(
 ) -> AsyncRollouts:
     config = rl(**settings)
     ledger = Ledger(config.tasks, staleness, window, steps * config.tasks)
-    player = LocalPlayer(sets, config.attempts)
+    player = LocalPlayer(sets, config)
     return AsyncRollouts(sets, config, seed, ledger, player, values_at, stall_seconds=stall_seconds)
 
 

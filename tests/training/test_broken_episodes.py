@@ -9,10 +9,12 @@ import pytest
 from worker_parts import called, rl, task_set, tasks
 
 import ludus
+from ludus.algos import load_algorithm
 from ludus.core import (
     EngineError,
     Fault,
     FinishReason,
+    Group,
     Segment,
     SegmentKind,
     StopReason,
@@ -22,7 +24,9 @@ from ludus.core import (
     ToolFault,
     Trajectory,
 )
-from ludus.training import BrokenConfig, RolloutWorker
+from ludus.observe import rollout_metrics
+from ludus.training import BrokenConfig, RolloutBatch, RolloutWorker
+from ludus.training.data.packing import advantage_inputs, rows_of
 from ludus.training.data.reward_shaping import (
     KINDS,
     Kind,
@@ -30,6 +34,7 @@ from ludus.training.data.reward_shaping import (
     has_penalties,
     is_masked,
     penalty,
+    shape_reward,
 )
 
 
@@ -152,3 +157,95 @@ def test_treatments() -> None:
     assert penalty(both, config) == -1.25 and not is_masked(both, config)
     assert penalty({"over_length"}, config) == 0.0 and is_masked({"over_length"}, config)
     assert has_penalties(config) and not has_penalties(BrokenConfig(void_turn="mask"))
+
+
+@ludus.reward(name="success")
+def plus_or_minus_one(answer: str) -> float:
+    return 1.0 if answer == "right" else -1.0
+
+
+@ludus.tool
+async def ponder() -> str:
+    """Take longer than an episode may."""
+    await asyncio.sleep(60)
+    return "at last"
+
+
+SAID = ["right", "wrong", "x" * 99, called("ponder"), "right"]
+"""The third is over length, the fourth over time."""
+
+
+def advantages_of(group: Group) -> list[float]:
+    """What GRPO makes of a group, one number for each attempt that is in it."""
+    scored = group.trainable
+    rows = rows_of(scored)
+    found = load_algorithm("grpo").estimate(advantage_inputs(rows, scored, [0] * len(scored)))
+    firsts = {}
+    place = 0
+    for row in rows:
+        for offset, is_action in enumerate(row.action_mask):
+            if is_action:
+                firsts.setdefault(row.trajectory, float(found.advantages_T[place + offset]))
+        place += len(row.tokens)
+    return [firsts[number] for number in range(len(scored))]
+
+
+async def play_five(broken: dict[str, Any]) -> tuple[RolloutBatch, list[str]]:
+    """A group of five attempts, and the sessions in which the model was asked."""
+    asked: list[str] = []
+
+    def words(task: str, attempt: int) -> str:
+        asked.append(str(attempt))
+        return SAID[attempt]
+
+    one = task_set(
+        tasks(1),
+        words,
+        tools=[ponder],
+        rewards=[plus_or_minus_one],
+        budgets={"max_turn_tokens": 60, "max_seconds": 1.0},
+    )
+    config = rl(tasks=1, attempts=5, broken=broken)
+    return await RolloutWorker([one], config, 0).play(0, {}), asked
+
+
+async def test_verltool_pays_nothing_and_masks_within_the_baseline() -> None:
+    """Rewards 1, -1, 0, 0, 1: mean 0.2, deviation sqrt(2.8 / 4)."""
+    played, asked = await play_five({"over_length": "verltool", "over_time": "verltool"})
+    [group] = played.groups
+    assert [t.reward for t in group.trajectories] == [1.0, -1.0, 0.0, 0.0, 1.0]
+    assert group.trajectories[3].stop is StopReason.MAX_SECONDS
+    assert asked.count("3") == 1, "it is not played again"
+    assert played.masked == {(0, 2), (0, 3)}
+    assert played.metrics["broken/over_time"] == played.metrics["broken/over_length"] == 1
+    deviation = (2.8 / 4) ** 0.5
+    by_hand = [0.8, -1.2, -0.2, -0.2, 0.8]
+    assert advantages_of(group) == pytest.approx([one / deviation for one in by_hand], abs=1e-5)
+    metrics = rollout_metrics(played.groups)
+    assert metrics["failures"] == 0 and metrics["stop/max_seconds"] == pytest.approx(0.2)
+    assert metrics["success"] == pytest.approx(0.4)
+
+
+async def test_by_default_over_time_is_a_failure_and_a_mask_keeps_the_reward() -> None:
+    """Rewards 1, -1, -1, none, 1: mean 0, deviation sqrt(4 / 3)."""
+    played, asked = await play_five({"over_length": "mask"})
+    [group] = played.groups
+    assert [t.reward for t in group.trajectories] == [1.0, -1.0, -1.0, None, 1.0]
+    assert asked.count("3") == 2 and played.masked == {(0, 2)}
+    expected = [one / (4 / 3) ** 0.5 for one in (1, -1, -1, 1)]
+    assert advantages_of(group) == pytest.approx(expected, abs=1e-5)
+
+
+def test_verltool_comes_before_numbers() -> None:
+    action = Segment(SegmentKind.ACTION, [1] * 30, [0.0] * 30, finish=FinishReason.STOP_TOKEN)
+    sequence = TokenSequence([Segment(SegmentKind.PROMPT, [0]), action])
+    one = Trajectory(
+        Task.of("?"), [sequence], stop=StopReason.MAX_TURNS, reward=0.3, rewards={"f1": 0.3}
+    )
+    settings = rl(
+        broken={"no_answer": "verltool", "void_turn": -0.7}, overlong={"longest": 20, "buffer": 10}
+    )
+    shape_reward(one, settings)
+    assert one.reward == 0.0 and one.rewards["overlong"] == -1.0
+    assert one.rewards["broken"] == pytest.approx(0.7) and one.rewards["success"] == 0.0
+    assert is_masked(broken_kinds(one), settings.broken)

@@ -45,13 +45,14 @@ class StopReason(StrEnum):
     TERMINATED = "terminated"
     MAX_TURNS = "max_turns"
     MAX_TOKENS = "max_tokens"
+    MAX_SECONDS = "max_seconds"
     FAILED = "failed"
     ABORTED = "aborted"
 
     @property
     def is_truncated(self) -> bool:
         """Whether a budget ran out, as against an ending of the episode's own."""
-        return self in (StopReason.MAX_TURNS, StopReason.MAX_TOKENS)
+        return self in (StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.MAX_SECONDS)
 
 
 @dataclass(slots=True)

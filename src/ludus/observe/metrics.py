@@ -209,7 +209,7 @@ TRAINING_METRICS: tuple[Metric, ...] = (
     Metric("masked", "Episodes that were kept out of the loss because they were broken.", "episodes",
            "sum"),
     Metric("broken/<kind>", "Episodes that went wrong in this way by the model's doing: no_answer, "
-           "over_length, tool_error, timed_out, void_turn.", "episodes", "sum"),
+           "over_length, tool_error, timed_out, void_turn, over_time.", "episodes", "sum"),
     Metric("refilled", "Groups that replaced a group without signal.", "groups", "sum"),
     Metric("without_signal", "Groups still without signal after all refills.", "groups", "sum"),
     Metric("resampled", "Attempts that resampling left out of their groups.", "episodes", "sum"),

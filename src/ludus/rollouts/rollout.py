@@ -92,6 +92,8 @@ class Rollout:
     max_in_flight: int = 256
     retries: int = 1
     """How often an episode is played again after an infrastructure failure."""
+    zero_over_time: bool = False
+    """Whether an episode over `max_seconds` ends there, with the reward 0, and is no infrastructure failure."""
     renders: bool = False
     """Whether to record what environments look like before each turn."""
 
@@ -188,6 +190,13 @@ class Rollout:
             except Aborted:
                 trajectory.stop = StopReason.ABORTED
             except InfraError as error:
+                if error.boundary is Boundary.DEADLINE and self.zero_over_time:
+                    trajectory.stop, trajectory.rewards, trajectory.reward = (
+                        StopReason.MAX_SECONDS,
+                        {},
+                        0.0,
+                    )
+                    break
                 _fail(trajectory, Failure.of(error, error.boundary, trial + 1))
                 if not error.replay or error.boundary is Boundary.REWARD:
                     break  # rewards have retries of their own; another episode would not help

@@ -24,8 +24,7 @@ from ludus.core.generation import Completion, Engine, OnTokens, Sampling
 from ludus.core.messages import MediaSpan
 from ludus.core.task import Task
 from ludus.core.trajectory import Group
-from ludus.rollouts.rollout import Rollout
-from ludus.rollouts.tree import TreeConfig
+from ludus.training.config.rl import RolloutSettings
 from ludus.training.data.task_sampler import TaskSet
 from ludus.training.rollout_worker import rollouts_at
 
@@ -86,8 +85,8 @@ class Player(Protocol):
 class LocalPlayer:
     """Plays in this event loop, on the engine of the task sets' rollouts."""
 
-    def __init__(self, sets: Sequence[TaskSet], attempts: int, tree: TreeConfig | None = None) -> None:
-        self._attempts, self._tree = attempts, tree
+    def __init__(self, sets: Sequence[TaskSet], settings: RolloutSettings) -> None:
+        self._settings = settings
         self._engines = {id(one.rollout.engine): _GatedEngine(one.rollout.engine) for one in sets}
         self._sets = [
             replace(
@@ -124,9 +123,8 @@ class LocalPlayer:
         self._arrived.put_nowait(found)
 
     async def _group(self, deal: Deal) -> Group:
-        rollouts = rollouts_at(self._sets, self._attempts, deal.values, self._tree)
-        rollout: Rollout = rollouts[deal.set]
-        places = self._attempts_left[deal.ordinal] = _GroupPlaces(self._places, self._attempts)
+        rollout = rollouts_at(self._sets, self._settings, deal.values)[deal.set]
+        places = self._attempts_left[deal.ordinal] = _GroupPlaces(self._places, rollout.attempts)
         try:
             return await rollout.group(deal.task, deal.attempt, deal.seed, places)
         finally:
@@ -157,7 +155,7 @@ class LocalPlayer:
             return f"group {ordinal}"
         deal, begun = self._begun[ordinal]
         prefix = f"{deal.seed:x}/{deal.task.id}/"
-        own = range(deal.attempt, deal.attempt + self._attempts)
+        own = range(deal.attempt, deal.attempt + self._settings.attempts)
         phases = Counter(
             phase
             for engine in self._engines.values()

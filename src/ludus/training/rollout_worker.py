@@ -27,7 +27,6 @@ from ludus.core.trajectory import Group, Trajectory
 from ludus.observe import has_signal, rollout_metrics, set_metrics
 from ludus.rollouts.budgets import Budgets
 from ludus.rollouts.rollout import Rollout
-from ludus.rollouts.tree import TreeConfig
 from ludus.training.config.recipe import PER_SET
 from ludus.training.config.rl import RolloutSettings
 from ludus.training.data.curriculum import BUDGETS, DIFFICULTY, STRICTNESS
@@ -62,7 +61,7 @@ class RolloutWorker:
     async def play(self, step: int, values: Mapping[str, float]) -> RolloutBatch:
         """The groups of a step, under a curriculum's values. The same step can be played again."""
         sampler = self._sampler_at(step).copy()
-        rollouts = rollouts_at(self._sets, self._settings.attempts, values, self._settings.tree)
+        rollouts = rollouts_at(self._sets, self._settings, values)
         step_rollouts = _StepRollouts(self._sets, self._settings, rollouts)
         seed, hardest = key(self._seed, "rl", step), values.get(DIFFICULTY)
         sampled = sampler.sample(self._settings.tasks, hardest)
@@ -99,10 +98,7 @@ class RolloutWorker:
 
 
 def rollouts_at(
-    sets: Sequence[TaskSet],
-    attempts: int,
-    values: Mapping[str, float],
-    tree: TreeConfig | None = None,
+    sets: Sequence[TaskSet], settings: RolloutSettings, values: Mapping[str, float]
 ) -> list[Rollout]:
     """Each set's rollout under the values of a curriculum."""
     strictness = values.get(STRICTNESS)
@@ -114,8 +110,9 @@ def rollouts_at(
     return [
         replace(
             one.rollout,
-            attempts=attempts,
-            tree=tree,
+            attempts=settings.attempts,
+            tree=settings.tree,
+            zero_over_time=settings.broken.over_time == "verltool",
             budgets=budgets_at(one.rollout.budgets, values, one.limits),
             scorer=one.rollout.scorer.at_strictness(strictness),
         )

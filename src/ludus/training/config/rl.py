@@ -29,13 +29,14 @@ class CriticConfig(Config):
     """Its own optimizer settings."""
 
 
-Treatment = Literal["keep", "mask"] | Annotated[float, Field(strict=True)]
+Treatment = Literal["keep", "mask", "verltool"] | Annotated[float, Field(strict=True)]
 
 
 class BrokenConfig(Config):
-    """What becomes of episodes that went wrong by the model's doing: keep, mask, or a number to add.
+    """What becomes of episodes that went wrong by the model's doing: keep, mask, verltool, or a number to add.
 
-    A masked episode is not trained on, but stays in its group's baseline; a number is added to its reward.
+    A masked episode is not trained on, but stays in its group's baseline with its reward; as VerlTool has it
+    (C.2), with the reward 0. A number is added to its reward.
     """
 
     no_answer: Treatment = "keep"
@@ -48,6 +49,9 @@ class BrokenConfig(Config):
     """One of its calls took too long or hit a limit."""
     void_turn: Treatment = "keep"
     """In one of its turns it neither called anything nor answered."""
+    over_time: Literal["failure", "verltool"] = "failure"
+    """It took longer than budgets.max_seconds: an infrastructure failure (played again, in neither loss nor
+    baseline), or as VerlTool has it (reward 0, in the baseline, not in the loss, not played again)."""
 
 
 class RefillConfig(Config):

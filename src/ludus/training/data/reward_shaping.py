@@ -20,6 +20,8 @@ from ludus.training.config.rl import BrokenConfig, OverlongConfig, RolloutSettin
 
 OVERLONG, BROKEN = "overlong", "broken"
 """The parts of the reward that hold the penalties."""
+VERLTOOL = "verltool"
+"""Reward 0, in the baseline, not in the loss (VerlTool, C.2)."""
 
 
 def shape_reward(trajectory: Trajectory, settings: RolloutSettings) -> None:
@@ -29,8 +31,12 @@ def shape_reward(trajectory: Trajectory, settings: RolloutSettings) -> None:
     added: dict[str, float] = {}
     if settings.overlong is not None:
         added[OVERLONG] = length_penalty(trajectory, settings.overlong)
+    kinds = broken_kinds(trajectory)
     if has_penalties(settings.broken):
-        added[BROKEN] = penalty(broken_kinds(trajectory), settings.broken)
+        added[BROKEN] = penalty(kinds, settings.broken)
+    is_zero = any(getattr(settings.broken, kind) == VERLTOOL for kind in kinds)
+    if is_zero:
+        added[BROKEN] = 0.0 - trajectory.reward - added.get(OVERLONG, 0.0)
     if not added:
         return
     if taken := added.keys() & trajectory.rewards.keys():
@@ -39,7 +45,7 @@ def shape_reward(trajectory: Trajectory, settings: RolloutSettings) -> None:
         )
     trajectory.rewards.setdefault(SUCCESS, float(is_success(trajectory)))
     trajectory.rewards |= added
-    trajectory.reward += sum(added.values())
+    trajectory.reward = 0.0 if is_zero else trajectory.reward + sum(added.values())
 
 
 def length_penalty(trajectory: Trajectory, config: OverlongConfig) -> float:
@@ -73,7 +79,7 @@ def _untidiness(trajectory: Trajectory) -> float:
     )
 
 
-Kind = Literal["no_answer", "over_length", "tool_error", "timed_out", "void_turn"]
+Kind = Literal["no_answer", "over_length", "tool_error", "timed_out", "void_turn", "over_time"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 _TOO_LONG = frozenset({Fault.TOOL_TIMEOUT, Fault.LIMIT})
@@ -90,13 +96,14 @@ def broken_kinds(trajectory: Trajectory) -> frozenset[Kind]:
         "tool_error": bool(faults - _TOO_LONG),
         "timed_out": bool(faults & _TOO_LONG),
         "void_turn": _has_void_turn(trajectory),
+        "over_time": trajectory.stop is StopReason.MAX_SECONDS,
     }
     return frozenset(kind for kind, is_so in found.items() if is_so)
 
 
 def is_masked(kinds: Collection[Kind], config: BrokenConfig) -> bool:
     """Whether an episode with these kinds is left out of the loss."""
-    return any(getattr(config, kind) == "mask" for kind in kinds)
+    return any(getattr(config, kind) in ("mask", VERLTOOL) for kind in kinds)
 
 
 def penalty(kinds: Collection[Kind], config: BrokenConfig) -> float:

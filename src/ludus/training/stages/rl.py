@@ -110,7 +110,7 @@ class RLStage(Stage[RLConfig]):
             config.rollouts,
             self.seed,
             Ledger(config.tasks, config.staleness, config.staleness_window, total),
-            LocalPlayer(sets, config.attempts, config.tree),
+            LocalPlayer(sets, config.rollouts),
             self._curriculum.values,
             stall_seconds=config.stall_seconds,
         )
