@@ -76,7 +76,7 @@ async def test_a_conclusion_without_an_argument_is_refused(changes: dict[str, An
         )
         with pytest.raises(UnusableReply):
             await judge.score(synthetic_episode(TASK, GOOD), TASK, {})
-    assert len(server.asked) == 2
+    assert len(server.asked) == 2 + 2, "and a control question, no better answered"
 
 
 async def test_quality_has_its_own_dimensions_and_name() -> None:
@@ -186,7 +186,8 @@ def test_the_command_says_why_answers_were_not_scored(
     rows = [{"task": "2+2?", "target": "4", "answer": a, "label": a == "4"} for a in ("4", "5", "4")]
     labels.write_text("\n".join(map(json.dumps, rows)))
     with serving(judging(lambda text: {"right": 9 if "4" in text else 2})) as server:
-        server.faults += [fault] * (20 if all_fail else 1)
+        # of the first four questions about three labels one is a control: that label is lost
+        server.faults += [fault] * (20 if all_fail else 4)
         model = f'{{ address = "{server.url}#tiny", retries = 0 }}'
         rewards.write_text(
             f'[[rewards]]\nreward = "judge"\nmodel = {model}\ndimensions = {{ right = 1 }}\n'

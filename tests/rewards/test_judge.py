@@ -114,7 +114,7 @@ async def test_a_verdict_that_cannot_be_had_is_no_score() -> None:
         assert (episode.reward, episode.rewards) == (None, {})
         assert caught.value.boundary is Boundary.CHAT
         assert not caught.value.replay
-        assert len(server.asked) == 3
+        assert len(server.asked) == 3 + 3, "and a control question, no better answered"
         server.faults = [error(500), garbage()]
         with pytest.raises(InfraError, match="in 2 attempts"):
             await Scorer([judge_at(server)]).score(episode)

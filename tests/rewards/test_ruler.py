@@ -121,7 +121,7 @@ async def test_a_bad_verdict_is_asked_for_again_and_then_the_group_is_unscored(b
             await scorer.score_group(second)
     assert [t.reward for t in first.trajectories] == [1.0, 0.0]
     assert [t.reward for t in second.trajectories] == [None, None]
-    assert len(server.asked) == 2 + 3
+    assert len(server.asked) == 2 + 3 + 3, "and a control question, no better answered"
 
 
 async def test_long_attempts_are_shortened_and_short_ones_are_not() -> None:

@@ -111,6 +111,8 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
     Metric("judge/calls", "Questions to models that judge (`judge`, `ruler`), without those that the cache "
            "answered.", "per episode"),
     Metric("judge/tokens", "Tokens of these questions and their answers.", "tokens per episode"),
+    Metric("judge/unanswered", "Attempts that kept a judge from answering, which a control question did not: "
+           "they score the minimum.", "share of episodes"),
     Metric("judge/money", "What they cost, by the prices in the model's `budget`.", "per episode"),
     Metric("proxy/requests", "An agent behind the model server: replies that were recorded.", "per episode"),
     Metric("proxy/conversations", "Conversations that it began, each a sequence of its own.", "per episode"),

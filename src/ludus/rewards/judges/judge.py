@@ -106,12 +106,17 @@ class Judge(AskingReward):
         strictness: float | None = None,
     ) -> Parts:
         rubric = self.rubric if strictness is None else self.rubric.at(strictness)
-        messages, code = self.question(trajectory, task, rubric)
-        verdict = await self.ask(messages, _verdict_type(rubric, code), [trajectory])
-        parts = {f"{self.name}_{one}": verdict.scores[one] / 10 for one in rubric.weights}
+
+        async def ask(shown: Trajectory) -> JudgeVerdict:
+            messages, code = self.question(shown, task, rubric)
+            return await self.ask(messages, _verdict_type(rubric, code), [shown])
+
+        verdict = await self.judged(ask, trajectory)
+        scores = dict.fromkeys(rubric.weights, 0.0) if verdict is None else verdict.scores
+        parts = {f"{self.name}_{one}": scores[one] / 10 for one in rubric.weights}
         if self._shows_version:
             parts[f"{self.name}_version"] = float(rubric.version)
-        return {self.name: rubric.score(verdict.scores), **parts}
+        return {self.name: rubric.score(scores), **parts}
 
     async def end_step(self, groups: Sequence[Group]) -> None:
         """After the episodes of a step, and before the update: the rubric may evolve."""

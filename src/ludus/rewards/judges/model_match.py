@@ -58,9 +58,14 @@ class ModelMatch(AskingReward):
         answer = (trajectory.answer or "").strip()
         settled = not answer or bool(exact_match(answer, task.target))
         is_match = bool(answer)
+
+        async def ask(shown: Trajectory) -> MatchVerdict:
+            messages, code = self.question((shown.answer or "").strip(), task)
+            return await self.ask(messages, coded(MatchVerdict, code), [shown])
+
         if not settled:
-            messages, code = self.question(answer, task)
-            is_match = (await self.ask(messages, coded(MatchVerdict, code), [trajectory])).match
+            verdict = await self.judged(ask, trajectory)
+            is_match = verdict is not None and verdict.match
         score = self.right if is_match else self.wrong
         return {self.name: score, f"{self.name}_asked": float(not settled)}
 

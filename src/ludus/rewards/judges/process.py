@@ -17,7 +17,6 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter
 
 from ludus.core.failures import ConfigError
-from ludus.core.messages import Message
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
 from ludus.rewards.judges.transcript import (
@@ -83,14 +82,17 @@ class ProcessJudge(AskingReward):
         if not trajectory.turns:
             return []
         items = await self._checklist(task, trajectory)
-        done = trajectory.messages[len(task.messages) :] or trajectory.messages
-        steps = _steps(done)
-        if len(steps) != trajectory.turns:
+        if len(_steps(task, trajectory)) != trajectory.turns:
             return [
                 None
             ] * trajectory.turns  # several conversations in one episode: not known which is which
-        answer = await self._judge(task, items, steps, trajectory)
-        return step_scores(answer.steps, len(items))
+
+        async def ask(shown: Trajectory) -> StepsAnswer:
+            return await self._judge(task, items, _steps(task, shown), shown)
+
+        answer = await self.judged(ask, trajectory)
+        steps: list[list[int]] = [[]] * trajectory.turns if answer is None else answer.steps
+        return step_scores(steps, len(items))
 
     async def _judge(
         self, task: Task, items: Sequence[str], steps: Sequence[str], trajectory: Trajectory
@@ -160,8 +162,9 @@ def step_scores(steps: Sequence[Sequence[int]], count: int) -> list[float | None
     return scores
 
 
-def _steps(messages: Sequence[Message]) -> list[str]:
+def _steps(task: Task, trajectory: Trajectory) -> list[str]:
     """Each action with what came back after it, as text."""
+    messages = trajectory.messages[len(task.messages) :] or trajectory.messages
     starts = [place for place, message in enumerate(messages) if message.role == "assistant"]
     ends = [*starts[1:], len(messages)]
     return [transcript(messages[start:end]) for start, end in zip(starts, ends, strict=True)]

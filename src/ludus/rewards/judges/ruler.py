@@ -2,13 +2,18 @@
 
 After RULER (Relative Universal LLM-Elicited Rewards) of OpenPipe's ART: scores only have to be right relative
 to each other, because GRPO takes the group's mean off. What all attempts share is given once, attempts stand in
-an order that a counter-based key shuffles (judges prefer what comes first), attempts that are equal word for
-word are shown once and score the same, and a verdict that cannot be had leaves the group unscored.
+an order that a counter-based key shuffles (judges prefer what comes first), and attempts that are equal word
+for word are shown once and score the same.
+
+A verdict that cannot be had leaves the group unscored where the judge is to blame (`verdict.py`). Where a text
+keeps it from answering, halves of the group are asked about until it is found: about 2 log2(G) questions for
+one of G attempts. It scores 0, and the others are ranked without it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated
 
 from pydantic import BaseModel, Field, TypeAdapter
@@ -16,6 +21,7 @@ from pydantic import BaseModel, Field, TypeAdapter
 from ludus.core.messages import Message
 from ludus.core.random import key, shuffled
 from ludus.core.trajectory import Group, Trajectory
+from ludus.llm import BudgetExceeded, ChatError
 from ludus.rewards.judges.transcript import (
     UNTRUSTED,
     code_of,
@@ -25,7 +31,14 @@ from ludus.rewards.judges.transcript import (
     question,
     transcript,
 )
-from ludus.rewards.judges.verdict import AskingReward, CodedVerdict, ModelSpec, Unit, coded
+from ludus.rewards.judges.verdict import (
+    AskingReward,
+    CodedVerdict,
+    ModelSpec,
+    Unit,
+    coded,
+    harmless,
+)
 
 DEFAULT_RULER_RUBRIC = """\
 - An attempt that reaches the goal scores clearly higher than one that does not.
@@ -89,14 +102,56 @@ class Ruler(AskingReward):
             if trajectory.messages not in distinct:
                 distinct.append(trajectory.messages)
             place_of.append(distinct.index(trajectory.messages))
-        if len(distinct) < 2:
-            return [_MIDDLE] * len(group.trajectories)
-        order = shuffled(len(distinct), self._key(group.trajectories))
-        messages, code = self.question([distinct[place] for place in order])
+        try:
+            scores = await self._ranked(group, distinct)
+        except BudgetExceeded:
+            raise
+        except ChatError as error:
+            first = group.trajectories[0]
+            plain = [harmless(first).messages, harmless(first).messages]
+            await self.check_judge(first, partial(self._ranked, group, plain), error)
+            breaking = await self._breaking(group, distinct, range(len(distinct)))
+            if not breaking:
+                raise  # each of them can be judged: it is the question as a whole, which we wrote
+            rest = [place for place in range(len(distinct)) if place not in breaking]
+            if len(rest) < 2:
+                await self._ranked(group, plain)  # the judge has not broken down meanwhile
+            ranked = await self._ranked(group, [distinct[place] for place in rest])
+            scores = [0.0] * len(distinct)
+            for place, score in zip(rest, ranked, strict=True):
+                scores[place] = score
+            self.note_unanswered(
+                [t for t, place in zip(group.trajectories, place_of, strict=True) if place in breaking],
+                error,
+            )
+        return [scores[place] for place in place_of]
+
+    async def _ranked(self, group: Group, conversations: Sequence[Sequence[Message]]) -> list[float]:
+        """A score for each of these; one alone has the middle, without a question."""
+        if len(conversations) < 2:
+            return [_MIDDLE] * len(conversations)
+        order = shuffled(len(conversations), self._key(group.trajectories))
+        messages, code = self.question([conversations[place] for place in order])
         verdict = await self.ask(messages, _verdict_type(len(order), code), group.trajectories)
         shown = {one.id: one.score for one in verdict.scores}
         scores = {place: shown[number] for number, place in enumerate(order, start=1)}
-        return [scores[place] for place in place_of]
+        return [scores[place] for place in range(len(conversations))]
+
+    async def _breaking(
+        self, group: Group, conversations: Sequence[Sequence[Message]], places: Sequence[int]
+    ) -> set[int]:
+        """Which of these keep the judge from answering, beside a harmless one: by halves."""
+        found: set[int] = set()
+        middle = (len(places) + 1) // 2
+        for half in filter(len, (places[:middle], places[middle:])):
+            plain = harmless(group.trajectories[0]).messages
+            try:
+                await self._ranked(group, [*(conversations[place] for place in half), plain])
+            except BudgetExceeded:
+                raise
+            except ChatError:
+                found |= await self._breaking(group, conversations, half) if len(half) > 1 else set(half)
+        return found
 
     def question(self, conversations: Sequence[Sequence[Message]]) -> tuple[list[Message], str]:
         """What the judge is asked about these attempts, in this order; and the code of its verdict."""

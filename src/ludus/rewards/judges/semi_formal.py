@@ -87,13 +87,18 @@ class SemiFormal(AskingReward):
         self.graded, self.least_traces, self.instructions = graded, least_traces, instructions
 
     async def score(self, trajectory: Trajectory, task: Task, envs: Mapping[str, Any]) -> Parts:
-        messages, code = self.question(trajectory, task)
-        verdict = await self.ask(messages, _verdict_type(code, self.least_traces), [trajectory])
-        is_right = verdict.conclusion == "correct"
+
+        async def ask(shown: Trajectory) -> SemiFormalVerdict:
+            messages, code = self.question(shown, task)
+            return await self.ask(messages, _verdict_type(code, self.least_traces), [shown])
+
+        verdict = await self.judged(ask, trajectory)
+        is_right = verdict is not None and verdict.conclusion == "correct"
         value = float(is_right)
-        if self.graded:
+        if self.graded and verdict is not None:
             value = 0.5 + 0.5 * verdict.confidence * (1 if is_right else -1)
-        parts = {self.name: value, f"{self.name}_traces": float(len(verdict.traces))}
+        traces = 0 if verdict is None else len(verdict.traces)
+        parts = {self.name: value, f"{self.name}_traces": float(traces)}
         if self.execution is not None:
             run = await evaluate(self.execution, trajectory, task, envs)
             merge(parts, run, self.name)
