@@ -11,10 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from ludus.core.concurrency import busy_locations
-from ludus.core.config import read_toml
 from ludus.core.failures import ConfigError, Failure, Fault, LudusError, MissingExtraError
 from ludus.core.messages import Message, ToolCall, ToolContext, ToolResult, ToolSet
 from ludus.core.registry import load_reference
@@ -25,9 +22,7 @@ from ludus.envs import WORLDS, PoolConfig, World, check_env, load_env
 from ludus.envs.env import Isolation
 from ludus.envs.isolated import IsolatedEnv
 from ludus.envs.pool_config import probe_env
-from ludus.observe import Progress
-from ludus.rewards import TurnReward, build_reward, check_rewards
-from ludus.rewards.judges.agreement import measure_agreement, read_labels
+from ludus.rewards import build_reward, check_rewards
 from ludus.rollouts.agent import Agent
 from ludus.rollouts.env_contract import Clause, EnvContract
 from ludus.rollouts.episode import Episode
@@ -39,8 +34,7 @@ from ludus.tools import example_of, shut
 from ludus.tools.library import build_toolset
 from ludus.tools.schema_mistakes import schema_mistakes
 from ludus.tools.toolset import effects_of
-from ludus.training.config.parts import Parts, TaskSetSpec, errors_at, load_parts, task_set_specs
-from ludus.training.config.paths import beside
+from ludus.training.config.parts import Parts, TaskSetSpec, load_parts, task_set_specs
 from ludus.training.config.recipe import Recipe
 from ludus.training.config.recipe_files import load_recipe
 
@@ -96,33 +90,6 @@ def recipe_findings(
 
     asyncio.run(every_set())
     return findings
-
-
-def reward_findings(reward: str, labels: Path, threshold: float | None = None) -> Findings:
-    """How each reward that is named, or that a file's `rewards` has, agrees with labels."""
-    is_file = reward.endswith(".toml")
-    specs = beside(read_toml(reward), reward).get("rewards", ()) if is_file else [reward]
-    if not specs:
-        raise ConfigError(f"{reward} has no rewards")
-    with errors_at("rewards"):
-        built = [build_reward(spec) for spec in specs]
-    known = read_labels(labels)
-
-    async def compare() -> Findings:
-        findings: Findings = []
-        for one in built:
-            if isinstance(one, TurnReward):
-                findings.append(("skipped", f"{one.name}: scores single turns"))
-                continue
-            with Progress(len(known), one.name, console=Console(stderr=True)) as bar:
-                found = await measure_agreement(
-                    one, known, threshold=threshold, on_scored=partial(bar.update, metrics={})
-                )
-            findings += [("info", f"{one.name}: {line}") for line in str(found).splitlines()]
-            findings += [("warning", f"{one.name}: {text}") for text in found.warnings()]
-        return findings
-
-    return asyncio.run(compare())
 
 
 def _refusal(check: Callable[..., None], *arguments: object) -> Findings:

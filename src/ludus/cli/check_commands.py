@@ -133,16 +133,26 @@ def check_reward(
         ),
     ],
     labels: Annotated[
-        Path, typer.Option(help="Labelled answers, as JSON lines: task, answer, label, target.")
-    ],
+        Path | None,
+        typer.Option(help="Labelled answers, as JSON lines: task, answer, label, target."),
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            help="Tasks whose unit tests are tried: a file, or module:function; a recipe has its own."
+        ),
+    ] = None,
     threshold: Annotated[
         float | None, typer.Option(help="The score from which on an answer counts as good.")
     ] = None,
 ) -> None:
-    """Compare rewards with people's labels: accuracy, kappa, correlation, and whether length pays."""
-    from ludus.cli.check import reward_findings
+    """Compare rewards with people's labels: accuracy, kappa, correlation, and whether length pays.
 
-    _finish(reward_findings(reward, labels, threshold), reward)
+    Without labels: which unit tests of the tasks pass with solutions that solve nothing.
+    """
+    from ludus.cli.check_reward import reward_findings
+
+    _finish(reward_findings(reward, labels, threshold, tasks), reward)
 
 
 @check_app.command("sandbox")

@@ -49,7 +49,17 @@ from ludus.rewards.code_tests.test_cases import (
     tests_of,
 )
 from ludus.rewards.scores import Parts
-from ludus.sandbox import Execution, Limits, Outcome, Sandbox, SandboxConfig, Session, bundle, call
+from ludus.sandbox import (
+    Execution,
+    Limits,
+    Outcome,
+    Sandbox,
+    SandboxConfig,
+    Session,
+    bundle,
+    call,
+    shared_sandbox,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +67,10 @@ _LANGUAGES = ("python", "py", "python3")
 _GUEST = "ludus.rewards.code_tests.guest"
 _PLAIN_DATA, _SOLUTION_MAIN = f"{_GUEST}.plain_data", f"{_GUEST}.solution_main"
 _TESTS_MAIN = f"{_GUEST}.tests_main"
-_TESTS_MODULES = (_PLAIN_DATA, f"{_GUEST}.test_discovery", f"{_GUEST}.proxies", _TESTS_MAIN)
+_TESTS_MODULES = (
+    *(_PLAIN_DATA, f"{_GUEST}.test_discovery", f"{_GUEST}.proxies", f"{_GUEST}.array_checks"),
+    _TESTS_MAIN,
+)
 """In the order of their imports: a bundle defines them one after another."""
 _ANSWER, _EVENT = "\x1eludus-answer:", "\x1eludus-event:"
 _MOST_CODE = 4_000_000
@@ -360,6 +373,10 @@ class UnitTests(SandboxedReward):
             if not result.passed:
                 _log.debug("task %s, %s: %s", task.id, result.name, result.problem)
         return credited(self.name, self.credit, results, len(results))
+
+    async def results_of(self, code: str, task: Task) -> list[TestResult]:
+        """A result for each of the task's tests, in the reward's own sandbox."""
+        return await self.run_tests(await self._sandbox(shared_sandbox), code, task)
 
     async def run_tests(self, sandbox: Sandbox, code: str, task: Task) -> list[TestResult]:
         """A result for each of the task's tests."""

@@ -18,7 +18,7 @@ from types import ModuleType
 
 TESTS_FILE = "tests.py"
 """What the tests' own code is called in tracebacks."""
-_KNOWN = {
+KNOWN_MODULES = {
     "np": "numpy",
     "pd": "pandas",
     **{name: name for name in ("numpy", "pandas", "pytest", "scipy", "sympy", "torch")},
@@ -98,7 +98,7 @@ def modules_used(source: str, but: Set[str]) -> dict[str, ModuleType]:
         name = node.value.id
         if name not in free or name in found:
             continue
-        if name in _KNOWN:
+        if name in KNOWN_MODULES:
             found[name] = _known(name)
         elif name in sys.stdlib_module_names - _NEVER and not node.attr.startswith("__"):
             module = _standard(name, node.attr)
@@ -109,7 +109,7 @@ def modules_used(source: str, but: Set[str]) -> dict[str, ModuleType]:
 
 def _known(name: str) -> ModuleType:
     try:
-        return importlib.import_module(_KNOWN[name])
+        return importlib.import_module(KNOWN_MODULES[name])
     except ImportError as error:
         raise BrokenTests(f"the tests use {name}: {error}") from None
 

@@ -21,6 +21,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ludus.rewards.code_tests.guest.array_checks import guard_arrays
 from ludus.rewards.code_tests.guest.plain_data import read, write
 from ludus.rewards.code_tests.guest.proxies import Proxy, SolutionClient, Stopped
 from ludus.rewards.code_tests.guest.test_discovery import (
@@ -89,6 +90,7 @@ def _run_tests(plan: dict[str, Any]) -> None:
         _out.put({"expected": sum(one.count for one in found)})
         _in.get()
         _define_modules(module)
+        guard_arrays(plan["sources"])
         if plan["one_each"]:
             _run_one_each(plan, found)
         else:
