@@ -719,9 +719,12 @@ def test_a_run_that_finds_no_room_says_where_and_how_to_go_on(
         ({"rl": {"steps": "3"}}, "rl.steps: must be a whole number"),
         (
             {"rl": {"broken": {"no_answer": True}}},
-            "rl.broken.no_answer: must be 'keep' or 'mask', or a number",
+            "rl.broken.no_answer: must be 'keep', 'mask' or 'verltool', or a number",
         ),
-        ({"rl": {"broken": {"void_turn": "0.5"}}}, "rl.broken.void_turn: must be 'keep' or 'mask'"),
+        (
+            {"rl": {"broken": {"void_turn": "0.5"}}},
+            "rl.broken.void_turn: must be 'keep', 'mask' or 'verltool'",
+        ),
         ({"rl": {"optimizer": {"betas": ["0.9", 0.99]}}}, "rl.optimizer.betas.0: must be a number"),
         ({"model": {}}, "exactly one of model.name and model.scratch"),
         ({"sampling": {"top_p": 0.9}}, "importance ratios wrong"),

@@ -594,7 +594,7 @@ def test_task_sets_with_their_own_tools_and_rewards(tmp_path: Path, pieces: str)
         ({"stage": [{**RL, "keep_attempts": 2}]}, r"stage\.0: keep_attempts"),
         (
             {"stage": [{**RL, "broken": {"no_answer": "skip"}}]},
-            r"stage\.0\.broken\.no_answer: must be 'keep' or 'mask', or a number",
+            r"stage\.0\.broken\.no_answer: must be 'keep', 'mask' or 'verltool', or a number",
         ),
         (
             {"stage": [{**RL, "kl": 0.1, "kl_estimator": "k1"}]},
