@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import ClassVar, Self
 
 from ludus.core.messages import Role, ToolCall, ToolSpec
+from ludus.core.strict_json import BadJson, whole_json
 from ludus.rollouts.formats.base import (
     ActionFormat,
-    BadJson,
     ParsedAction,
     Target,
     main_argument,
@@ -23,7 +23,6 @@ from ludus.rollouts.formats.base import (
     split_thinking,
     summaries,
     unfinished,
-    whole_json,
     write_json,
 )
 
