@@ -82,7 +82,7 @@ docs: $(VENV)/.installed-docs  ## The documentation as a site, in site/ (a broke
 	$(BIN)/zensical build --strict
 	@echo 'open site/index.html, or: $(BIN)/zensical serve'
 
-shape: $(VENV)/.installed-dev  ## Files, lines, names used twice, how many files a token passes (ARGS=-v lists them)
+shape: $(VENV)/.installed-dev  ## Files, lines, names used twice, files on the walk of a step (ARGS=-v lists them; ARGS=--weights hashes a run)
 	$(BIN)/python dev/shape.py $(ARGS)
 
 $(VENV)/.installed-docs: $(VENV)/.torch pyproject.toml

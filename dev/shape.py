@@ -1,26 +1,20 @@
 """Prints the shape of the source tree: `make shape`. Numbers to look at, not limits to meet.
 
-Hops are counted by running a tiny model on the CPU: the source files in which a function is called while a
-request is generated (a token), a trajectory is scored (a reward), a task becomes a scored group (a task).
-`-v` lists them.
+Walks are counted by running tiny ones on the CPU (`walks.py`); `-v` lists their files. `--weights` also
+trains the quickstart's recipe (seed 0, one thread) and prints a hash of its weights, and of the weights that a
+replay of the recorded groups gives. Hashes depend on the processor: compare them on one machine.
 """
 
 from __future__ import annotations
 
 import ast
-import asyncio
-import contextlib
+import hashlib
 import statistics
 import sys
-import threading
+import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
-from types import FrameType
-from typing import Any
 
-SOURCE = Path(__file__).parent.parent / "src" / "ludus"
+from walks import ROOT, SOURCE, walks
 
 
 def modules() -> dict[str, ast.Module]:
@@ -57,69 +51,21 @@ def shared_class_names(trees: dict[str, ast.Module]) -> dict[str, list[str]]:
     return {name: places for name, places in found.items() if len(places) > 1}
 
 
-@contextlib.contextmanager
-def files_run() -> Iterator[set[str]]:
-    """The source files whose functions are called meanwhile, in threads that start meanwhile too."""
-    found: set[str] = set()
-
-    def profile(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(str(SOURCE)):
-            found.add(str(Path(frame.f_code.co_filename).relative_to(SOURCE)))
-
-    threading.setprofile(profile)
-    sys.setprofile(profile)
-    try:
-        yield found
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
-
-
-async def hops() -> dict[str, set[str]]:
-    """The files that a token, a reward and a task pass through."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
+def weights() -> list[tuple[str, str]]:
+    """Hashes of the quickstart's weights, trained and replayed."""
     import ludus
-    from ludus.core import ByteTokenizer, Sampling
-    from ludus.engine import EmbeddedEngine
-    from ludus.rewards import Scorer
-    from ludus.rollouts import Budgets, Renderer, Rollout, load_format
-    from ludus.tools import LocalTools
+    from ludus.training.config.recipe_files import load_recipe
 
-    @ludus.reward
-    def length(trajectory: ludus.Trajectory) -> float:
-        return float(len(trajectory.answer or ""))
-
-    torch.manual_seed(0)
-    tokenizer = ByteTokenizer()
-    config = LlamaConfig(
-        vocab_size=tokenizer.vocabulary_size,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
-    engine = EmbeddedEngine(LlamaForCausalLM(config), tokenizer)
-    scorer = Scorer([length])
-    rollout = Rollout(
-        engine,
-        Renderer(tokenizer, load_format("hermes")),
-        scorer,
-        LocalTools([]),
-        budgets=Budgets(max_turns=1, max_turn_tokens=4),
-    )
-    task = ludus.Task.of("Say something.")
-    async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(engine.close)
-        with files_run() as token:
-            await engine.generate([1, 2, 3], Sampling(max_tokens=2))
-        with files_run() as whole:
-            (group,) = [group async for group in rollout.groups([task], seed=0)]
-        with files_run() as reward:
-            await scorer.score(replace(group.trajectories[0], reward=None, rewards={}))
-    return {"token": token, "reward": reward, "task": whole | token | reward}
+    with tempfile.TemporaryDirectory() as folder:
+        settings = ["threads=1", "run.trajectories_every=1", f"run.folder={folder + '/run'!r}"]
+        recipe = load_recipe(ROOT / "recipes" / "safe.toml", settings)
+        trained = ludus.train(recipe, progress=False)
+        replayed = ludus.train(
+            replay=trained.run.path, run={"folder": f"{folder}/replay"}, progress=False
+        )
+        files = [result.model / "model.safetensors" for result in (trained, replayed)]
+        hashes = [hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files]
+    return [("weights after quickstart", hashes[0]), ("weights after its replay", hashes[1])]
 
 
 def main() -> None:
@@ -134,7 +80,10 @@ def main() -> None:
     ]
     sizes = [(node.end_lineno or node.lineno) - node.lineno + 1 for node in functions]
     used = importers(trees)
-    widest, width = Counter(str(f.parent.relative_to(SOURCE)) for f in files).most_common(1)[0]
+    alone = [name for name in trees if len(used[name]) == 1]
+    length = dict(zip(trees, lines, strict=True))
+    folders = Counter(str(f.parent.relative_to(SOURCE)) for f in files)
+    widest, width = folders.most_common(1)[0]
     rooms: dict[str, list[int]] = defaultdict(list)
     for file, count in zip(files, lines, strict=True):
         if file.parent != SOURCE:
@@ -146,14 +95,21 @@ def main() -> None:
         ("median lines of a file", statistics.median(lines)),
         ("files under 40 lines", sum(count < 40 for count in lines)),
         ("mean lines of a function", round(statistics.mean(sizes), 1)),
-        ("modules with one importer", sum(len(used[name]) == 1 for name in trees)),
+        ("modules with one importer", len(alone)),
+        ("of them under 150 lines", sum(length[name] < 150 for name in alone)),
         ("widest folder", f"{widest} ({width} files)"),
+        ("folders over 16 files", sum(count > 16 for count in folders.values())),
         ("class names used twice", f"{len(shared)} {sorted(shared) or ''}".strip()),
     ]
-    for what, passed in asyncio.run(hops()).items():
-        rows.append((f"files that a {what} passes", len(passed)))
+    for what, walk in walks().items():
+        rows.append(
+            (what, f"{len(walk.files)} files, {walk.lines:,} lines, {len(walk.two_way)} two-way edges")
+        )
         if "-v" in sys.argv:
-            rows += [("", name) for name in sorted(passed)]
+            rows += [("", name) for name in sorted(walk.files)]
+            rows += [("", f"{one} <-> {other}") for one, other in walk.two_way]
+    if "--weights" in sys.argv:
+        rows += weights()
     for name, value in rows:
         print(f"{name:28} {value}")
     print()
