@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from ludus.cli.main import app
-from ludus.cli.mcp_rl import toml_text
 from ludus.core.messages import Message
 from ludus.llm import ChatError, load_chat_model
 from ludus.observe import RunFolder
@@ -277,17 +276,6 @@ def test_the_split_has_the_same_mix(levels: list[int], seed: int) -> None:
     for level in set(levels):
         share = levels.count(level) * held_out / len(levels)
         assert abs(sum(one.difficulty == level for one in second) - share) < 2
-
-
-def test_recipes_as_toml() -> None:
-    import tomllib
-
-    raw = {
-        "name": 'a "b"\n',
-        "list": [{"mcp": "x", "per_episode": True}],
-        "rl": {"steps": 3, "optimizer": {"a": 1e-5}},
-    }
-    assert tomllib.loads(toml_text(raw)) == raw
 
 
 @pytest.mark.parametrize("goes_on", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import tomllib
 from typing import Annotated, Any, Literal
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import Field, FiniteFloat
 
 from ludus.core import Config, ConfigError
-from ludus.core.config import apply_overrides
+from ludus.core.config import apply_overrides, toml_text
 
 
 class Weights(Config):
@@ -166,3 +169,23 @@ def test_none_leaves_an_optional_setting_out() -> None:
         Lunch.parse(apply_overrides(raw, ["main=none"]), "here")
     with pytest.raises(ConfigError, match="'soup' is a value, not a table"):
         apply_overrides(raw, ["soup=none", "soup.seconds=3"])
+
+
+_TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
+_VALUES = st.recursive(
+    _TEXTS | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_TEXTS, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(_TEXTS, _VALUES), _VALUES)
+def test_what_is_written_as_toml_is_read_as_it_was(table: dict[str, Any], value: Any) -> None:
+    """Whatever a text says, in a key too, it cannot become another key or value."""
+    raw = {"list": [value], "table": table}
+    assert tomllib.loads(toml_text(raw, "made by a test")) == raw
+
+
+def test_a_recipe_as_toml_has_a_section_for_each_table() -> None:
+    text = toml_text({"rl": {"steps": 3, "optimizer": {"rate": 1e-5}}, "name": "a\n[b]"}, "x")
+    assert text == '# x\nname = "a\\n[b]"\n\n[rl]\nsteps = 3\noptimizer = { rate = 1e-05 }\n'

@@ -317,6 +317,25 @@ async def test_dbbench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     await env.close()
 
 
+@pytest.mark.parametrize("statement", ["attach database '{}' as other", "vacuum into '{}'"])
+@pytest.mark.parametrize("where", ["label", "type"])
+def test_sql_of_a_data_set_reaches_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, statement: str, where: str
+) -> None:
+    """It runs in this process, so that the gold change can be compared."""
+    dbbench(tmp_path)
+    written = tmp_path / "written.db"
+    harm = statement.format(written)
+    row = json.loads((tmp_path / "dbbench.jsonl").read_text().splitlines()[1])
+    if where == "label":
+        row["label"] = [harm]
+    else:
+        row["table"]["table_info"]["columns"][0]["type"] = f"TEXT); {harm}; create table more(x TEXT"
+    (tmp_path / "dbbench.jsonl").write_text(json.dumps(row))
+    monkeypatch.setenv("LUDUS_SQL_DATA", str(tmp_path))
+    assert dbbench_tasks() == [] and not written.exists()
+
+
 @pytest.mark.parametrize(
     ("answer", "label", "right"),
     [

@@ -19,7 +19,7 @@ from container_image import IMAGE, files_of, import_image, packages
 from ludus.core import ConfigError, Fault, InfraError, Task, ToolCall, ToolContext, ToolResult
 from ludus.envs import WORLDS, EnvPool
 from ludus.envs.swe import SWE, expert, held_out_tasks, instance_tasks, training_tasks
-from ludus.envs.swe.instances import PytestTests, without_protected
+from ludus.envs.swe.instances import PytestTests, load_instance, without_protected
 from ludus.envs.swe.repository import HELD_OUT, parse_repository, repositories
 from ludus.envs.swe.scoring import BadTree, unpacked
 from ludus.sandbox import SandboxError, Session, SessionLost, close_shared_sandboxes
@@ -360,6 +360,24 @@ async def test_an_instance_of_a_local_checkout(clone: Path, monkeypatch: pytest.
     assert (await work.scored()) == {"reward": 0.0, "fail_to_pass": 0.0, "pass_to_pass": 1.0}
     [played] = await play_expert("swe", [task])
     assert played.rewards["success"] == 1.0
+
+
+@pytest.mark.parametrize("commit", ["--output={}", "--remote=. --exec=touch {}", "-v"])
+def test_a_commit_is_no_option_of_git(clone: Path, commit: str, tmp_path: Path) -> None:
+    [task] = instance_tasks(clone)
+    written = tmp_path / "written"
+    instance = task.envs["swe"]["instance"] | {"base_commit": commit.format(written)}
+    with pytest.raises(ConfigError, match="is no name of a commit"):
+        load_instance(instance)
+    assert not written.exists()
+
+
+@pytest.mark.parametrize("place", ["..", "middles/../..", "/", "../other"])
+def test_a_checkout_lies_beside_its_task_file(clone: Path, place: str) -> None:
+    row = json.loads(clone.read_text()) | {"checkout": place}
+    clone.write_text(json.dumps(row))
+    with pytest.raises(ConfigError, match=r"row 1: the checkout .* is outside of"):
+        instance_tasks(clone)
 
 
 @pytest.mark.slow

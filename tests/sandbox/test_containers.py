@@ -69,6 +69,15 @@ def test_network_and_rights_only_on_demand() -> None:
     assert argv[0] == "podman" and "--network" not in argv and "--cap-drop" not in argv
 
 
+@pytest.mark.parametrize("image", ["--privileged", "-v/:/host", "", "a b", "a\n", "$(id)"])
+def test_an_image_is_no_option(image: str) -> None:
+    """Data sets name images; the engine's command line would take these for something else."""
+    with pytest.raises(ConfigError, match="is no name of an image"):
+        make_engine(config()).start("ludus-x", image, Limits())
+    named = "registry.example.com:5000/Lab/image_1:v1.0@sha256:0123"
+    assert named in make_engine(config()).start("ludus-x", named, Limits()).argv
+
+
 def test_the_program_may_be_another() -> None:
     engine = make_engine(
         config("podman", container={"program": ["sudo", "podman", "--runtime", "runc"]})

@@ -113,6 +113,46 @@ async def test_all_that_a_module_lacks_is_told_at_once(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["a='world.py:F',b", "depot\n", "a b", 'x"]', "Depot", "", "a" * 60])
+@pytest.mark.parametrize("place", ["world", "tool", "parameter"])
+async def test_a_name_that_is_more_than_a_name_is_asked_for_again(name: str, place: str) -> None:
+    """What a language model calls a world is a key of the recipe, and what it calls a tool is a function."""
+    spec = json.loads(SPEC)
+    tool = spec["tools"][0]
+    {"world": spec, "tool": tool, "parameter": tool["parameters"][0]}[place]["name"] = name
+    replies = iter([json.dumps(spec), SPEC])
+    found = await design_spec(PAGE, ScriptedChat(lambda text: next(replies)), ChatOptions())
+    assert found == WorldSpec.model_validate_json(SPEC)
+
+
+@pytest.mark.parametrize("name", ["class", "none", "lambda"])
+def test_a_parameter_is_no_word_of_pythons(name: str) -> None:
+    spec = json.loads(SPEC)
+    spec["tools"][0]["parameters"][0]["name"] = name
+    if name == "none":
+        WorldSpec.model_validate(spec)
+        return
+    with pytest.raises(ValueError, match="word of Python"):
+        WorldSpec.model_validate(spec)
+
+
+def test_names_are_checked_again_when_a_world_is_written(tmp_path: Path) -> None:
+    spec = WorldSpec.model_validate_json(SPEC).model_copy(update={"name": "a='world.py:F',b"})
+    with pytest.raises(ValueError, match="name"):
+        write_world(tmp_path, PAGE, spec, RULES)
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_text_of_the_language_model_is_in_the_code_of_a_package(tmp_path: Path) -> None:
+    """environment.py is imported by `ludus train`: it has the same bytes for every world."""
+    texts = []
+    for name, description in (("depot", "A depot."), ("none", 'X\\"""\nimport os\n{}')):
+        spec = WorldSpec.model_validate({**json.loads(SPEC), "name": name, "description": description})
+        write_world(tmp_path / name, PAGE, spec, RULES)
+        texts.append((tmp_path / name / "environment.py").read_text())
+    assert texts[0] == texts[1] and "depot" not in texts[0].lower()
+
+
 def designer(*replies: str) -> ScriptedChat:
     script = iter(replies)
     return ScriptedChat(lambda text: next(script))
@@ -144,6 +184,8 @@ async def test_broken_drafts_are_asked_again_with_what_was_wrong(tmp_path: Path)
     folder = tmp_path / "made" / "environment"
     held_out = {task.messages[-1].content for task in load_tasks(str(folder / "held_out.jsonl"))}
     assert len(held_out) == 5 and load_recipe(folder / "recipe.toml").name == "depot"
+    envs = load_recipe(folder / "recipe.toml").agent.envs
+    assert list(envs) == ["depot"] and envs["depot"].endswith("environment.py:World")
     # a second run finds everything there
     again = context(tmp_path / "made", models={"d": designer()})
     assert len((await Astra(settings(tmp_path)).run(again)).kept) == 20
@@ -186,7 +228,7 @@ async def test_from_a_page_to_a_grpo_run_whose_reward_rises(tmp_path: Path) -> N
     folder = tmp_path / "made" / "environment"
     # the folder is all that is needed
     file = folder / "environment.py"
-    command = ["check", "env", f"{file}:Depot", "--tasks", str(folder / "tasks.jsonl"), "--expert",
+    command = ["check", "env", f"{file}:World", "--tasks", str(folder / "tasks.jsonl"), "--expert",
                f"{file}:expert", "--reward", f"{file}:success"]  # fmt: skip
     said = await asyncio.to_thread(CliRunner().invoke, app, command)
     assert said.exit_code == 0, said.output

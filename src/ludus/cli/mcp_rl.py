@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ludus.cli.stopping import stopped_says, until_told
-from ludus.core.config import read_toml
+from ludus.core.config import read_toml, toml_text
 from ludus.core.failures import ConfigError, Fault, InfraError
 from ludus.core.messages import Json
 from ludus.core.trajectory import Group, Trajectory, is_success
@@ -250,7 +250,10 @@ def _train(
         json.loads(line) for line in (folder / "train.jsonl").read_text(encoding="utf-8").splitlines()
     ]
     most = max(len(row["plan"]) for row in rows)
-    atomic_write(folder / RECIPE, toml_text(recipe_of_scenarios(settings, len(rows), most)))
+    text = toml_text(
+        recipe_of_scenarios(settings, len(rows), most), "Made by ludus mcp-rl; ludus train reads it."
+    )
+    atomic_write(folder / RECIPE, text)
     own = f"run.folder={json.dumps(str(run.path))}"
     run_training(folder / RECIPE, [own, *overrides], None, again=again)
 
@@ -270,25 +273,6 @@ def _check_unchanged(folder: Path, settings: McpRlSettings) -> None:
                 f"the run in {folder} was begun with another {option} ({value(stored)}, not {value(asked)}) "
                 "and goes on by its own recipe: give the option as it was, or another folder (--out)"
             )
-
-
-def toml_text(tables: Mapping[str, Any]) -> str:
-    """A recipe's tables as TOML: values first, then a section for each table."""
-    plain = [f"{name} = {_toml(value)}" for name, value in tables.items() if not isinstance(value, dict)]
-    lines = ["# Made by ludus mcp-rl; ludus train reads it.", *plain]
-    for name, table in tables.items():
-        if isinstance(table, dict):
-            lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in table.items())]
-    return "\n".join(lines) + "\n"
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, Mapping):
-        inside = ", ".join(f"{json.dumps(key)} = {_toml(one)}" for key, one in value.items())
-        return f"{{ {inside} }}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_toml, value))}]"
-    return json.dumps(value)
 
 
 # Before and after

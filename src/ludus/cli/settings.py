@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from ludus.core.config import to_toml
 from ludus.core.config_errors import OTHER_FRAMEWORKS_KEYS
 from ludus.core.failures import ConfigError
 from ludus.synth.method import METHODS, load_method
@@ -255,18 +256,7 @@ def default_text(setting: Setting) -> str:
             for one in SettingsTable(type(value)).settings
             if getattr(value, one.key) != one.default
         } or None
-    return "" if value is None else _toml(value)
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, dict):
-        inner = ", ".join(f"{key} = {_toml(one)}" for key, one in value.items())
-        return f"{{ {inner} }}" if inner else "{}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_toml, value))}]"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else str(value)
+    return "" if value is None else to_toml(value)
 
 
 def _tables(hint: Any) -> Iterator[type[BaseModel]]:

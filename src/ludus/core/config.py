@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -96,6 +98,35 @@ def toml_table(text: str) -> Json:
             f"{text!r:.200} is no table of TOML, {{ key = value, ... }}: {error}"
         ) from None
     return dict(table)
+
+
+def toml_text(tables: Mapping[str, Any], comment: str) -> str:
+    """A recipe's tables as a TOML file: a comment, values, then a section for each table."""
+    lines = [f"# {comment}"]
+    lines += [f"{key} = {to_toml(one)}" for key, one in tables.items() if not isinstance(one, dict)]
+    for name, table in tables.items():
+        if isinstance(table, dict):
+            lines += ["", f"[{name}]"]
+            lines += [f"{_toml_key(key)} = {to_toml(one)}" for key, one in table.items()]
+    return "\n".join(lines) + "\n"
+
+
+def to_toml(value: Any) -> str:
+    """A value in TOML's words. Text stays one text, whatever is in it."""
+    if isinstance(value, Mapping):
+        inside = ", ".join(f"{_toml_key(key)} = {to_toml(one)}" for key, one in value.items())
+        return f"{{ {inside} }}" if inside else "{}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(to_toml, value))}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return str(value)
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else to_toml(key)
 
 
 def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> Json:

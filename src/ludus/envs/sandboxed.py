@@ -19,13 +19,13 @@ from __future__ import annotations
 import ast
 import inspect
 import json
-import re
+import keyword
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ludus.core.failures import Boundary, ConfigError, InfraError, ToolFault
 from ludus.core.messages import Json, ToolCall
@@ -41,7 +41,6 @@ from ludus.tools.calling import text_of
 _LIMITS = Limits(wall_seconds=5.0, cpu_seconds=60.0, memory_mb=256, processes=8, disk_mb=16)
 _MOST_STATE = 40_000
 """Characters of JSON that a state or an answer of the rules may have."""
-_NAME = re.compile(r"[a-z][a-z0-9_]{0,40}")
 _OWN = frozenset({"reset", "task", "check", "solve"})
 FUNCTIONS = tuple(sorted(_OWN))
 _DRIVER = """
@@ -77,12 +76,22 @@ def _ludus(what, *given):
 """
 
 
+def _no_keyword(name: str) -> str:
+    if keyword.iskeyword(name):
+        raise ValueError(f"{name!r} is a word of Python's: choose another name")
+    return name
+
+
+_Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,40}$"), AfterValidator(_no_keyword)]
+"""What a language model may call things: a key of recipes, and functions of the rules."""
+
+
 class WorldParameter(BaseModel):
     """Something that a tool takes."""
 
     model_config = ConfigDict(extra="forbid")
 
-    name: str = Field(pattern=_NAME.pattern)
+    name: _Name
     type: Literal["string", "integer", "number", "boolean", "list"] = "string"
     description: str = Field(min_length=1)
     choices: list[str] | None = None
@@ -94,7 +103,7 @@ class WorldTool(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    name: str = Field(pattern=_NAME.pattern)
+    name: _Name
     description: str = Field(min_length=1)
     parameters: list[WorldParameter] = []
 
@@ -115,7 +124,7 @@ class WorldSpec(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    name: str = Field(pattern=_NAME.pattern)
+    name: _Name
     description: str = Field(min_length=1)
     tools: list[WorldTool] = Field(min_length=1, max_length=32)
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ READY = "ludus-ready"
 _NPROC = 32_768
 """Processes of a user, over all containers. Podman's default is more than it may set on some machines; the
 bound of a container is `--pids-limit`."""
+_IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*")
 POLICY = "ludus-no-network"
 _STDIN_ENDS = """echo "$1"; while read -r -t "$2" _; do kill -KILL -1; done"""
 """What a container runs: bash waits for the end of its standard input, which comes when this process dies. A
@@ -95,6 +97,8 @@ class DockerEngine(ContainerEngine):
         return Command([*self.program, "version", "--format", "docker {{.Server.Version}}"])
 
     def start(self, name: str, image: str, limits: Limits) -> Command:
+        if not _IMAGE.fullmatch(image):  # a data set may have named it
+            raise ConfigError(f"{image!r:.200} is no name of an image, such as python:3.12-slim")
         given = self.settings
         memory = f"{limits.memory_mb}m"
         argv = [*self.program, "run", "--interactive", "--rm", "--name", name, "--label", LABEL]

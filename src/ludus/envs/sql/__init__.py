@@ -26,6 +26,7 @@ from ludus.envs.sql.files import (
     TableTask,
     dbbench_rows,
     find_database,
+    memory_database,
     quoted,
     readable_of,
     schema_hint,
@@ -200,9 +201,8 @@ async def same_state(env: Sql, task: Task) -> bool:
 
 
 def _changed_table(database: Database, statement: str, query: str) -> ResultTable:
-    """The rows after the gold statement, which is the task set's own and as trusted as it is."""
-    with closing(sqlite3.connect(":memory:")) as connection:
-        connection.executescript(database.script or "")
+    """The rows after the gold statement, which is the task set's own."""
+    with closing(memory_database(database.script or "")) as connection:
         connection.execute(statement)
         cursor = connection.execute(query)
         return ResultTable([column[0] for column in cursor.description], cursor.fetchall())
@@ -325,8 +325,7 @@ def dbbench_tasks() -> list[Task]:
 
 def _runs(row: TableTask) -> bool:
     try:
-        with closing(sqlite3.connect(":memory:")) as connection:
-            connection.executescript(row.script)
+        with closing(memory_database(row.script)) as connection:
             connection.execute(row.query)
     except sqlite3.Error:
         return False

@@ -64,16 +64,31 @@ def readable_of(database: Database) -> tuple[str, ...]:
 def schema_hint(name: str) -> str:
     """The tables of a database with their columns, for a prompt."""
     database = find_database(name)
-    uri = f"{database.path.as_uri()}?mode=ro&immutable=1" if database.script is None else ":memory:"
-    with closing(sqlite3.connect(uri, uri=True)) as connection:
-        if database.script is not None:
-            connection.executescript(database.script)
+    with closing(_opened(database)) as connection:
         listed = "select name from sqlite_master where type = 'table' and name not like 'sqlite_%'"
         lines = []
         for (table,) in connection.execute(listed).fetchall():
             columns = connection.execute("select name, type from pragma_table_info(?)", (table,))
             lines.append(f"{table}({', '.join(f'{column} {kind}'.strip() for column, kind in columns)})")
     return "\n".join(lines)
+
+
+def _opened(database: Database) -> sqlite3.Connection:
+    if database.script is not None:
+        return memory_database(database.script)
+    return sqlite3.connect(f"{database.path.as_uri()}?mode=ro&immutable=1", uri=True)
+
+
+def memory_database(script: str) -> sqlite3.Connection:
+    """A database in this process, made by a script of a data set: no SQL in it opens or writes a file."""
+    connection = sqlite3.connect(":memory:")
+    connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)  # neither ATTACH nor VACUUM INTO
+    try:
+        connection.executescript(script)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 def table_names(name: str) -> list[str]:

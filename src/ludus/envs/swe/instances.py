@@ -77,7 +77,13 @@ def _task(row: Any, file: Path, number: int) -> Task:
         key: row[key] for key in (*_FIELDS, "test_command", "setup_command", "base_commit") if key in row
     }
     if "checkout" in row:
-        instance["checkout"] = str(file.parent / row["checkout"])
+        checkout = Path(os.path.normpath(file.parent / str(row["checkout"])))
+        if not checkout.is_relative_to(os.path.normpath(file.parent)):
+            raise ConfigError(
+                f"{file}, row {number}: the checkout {row['checkout']!r:.200} is outside of {file.parent}: "
+                "put the file with the tasks beside its checkouts"
+            )
+        instance["checkout"] = str(checkout)
     else:
         own = row.get("image") or row.get("docker_image")
         instance["image"] = own or _IMAGE.format(id=name.lower().replace("__", "_1776_"))
@@ -116,6 +122,8 @@ def _checkout(folder: str, commit: str) -> Mapping[str, bytes]:
     if not path.is_dir():
         raise ConfigError(f"the checkout {folder} is no folder of this machine")
     if commit and (path / ".git").exists():
+        if commit.startswith("-"):
+            raise ConfigError(f"base_commit: {commit!r:.200} is no name of a commit")
         argv = ["git", "-C", folder, "archive", "--format=tar", commit]
         made = subprocess.run(argv, capture_output=True)
         if made.returncode != 0:

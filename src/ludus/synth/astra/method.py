@@ -8,6 +8,7 @@ environment without findings is packaged.
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from ludus.envs.sandboxed import WorldSpec
 from ludus.observe import ReportTable
 from ludus.synth.astra.design import design_spec, write_rules
 from ludus.synth.astra.examination import Examination, examine, make_tasks, play_solutions
-from ludus.synth.astra.package import class_name, write_package, write_world
+from ludus.synth.astra.package import write_package, write_world
 from ludus.synth.folder import ItemResult
 from ludus.synth.method import ModelSpec, SynthConfig, SynthContext, SynthMethod
 from ludus.synth.result import Rejected, SynthResult, with_provenance
@@ -162,17 +163,15 @@ class Astra(SynthMethod[AstraConfig]):
         write_package(folder, spec, training, [one.task for one in kept[:apart]], result.kept)
         result.numbers |= {"training_tasks": len(training), "held_out_tasks": apart}
         result.numbers["tools"] = len(spec.tools)
-        result.warnings.append(_next(folder, spec))
+        result.warnings.append(_next(folder))
         return result
 
 
-def _next(folder: Path, spec: WorldSpec) -> str:
-    file = folder / "environment.py"
-    return (
-        f"the environment is in {folder}: ludus check env {file}:{class_name(spec)} --tasks "
-        f"{folder / 'tasks.jsonl'} --expert {file}:expert --reward {file}:success; ludus train "
-        f"{folder / 'recipe.toml'}"
-    )
+def _next(folder: Path) -> str:
+    file, recipe = folder / "environment.py", shlex.quote(str(folder / "recipe.toml"))
+    check = ["ludus", "check", "env", f"{file}:World", "--tasks", str(folder / "tasks.jsonl")]
+    check += ["--expert", f"{file}:expert", "--reward", f"{file}:success"]
+    return f"the environment is in {folder}: {shlex.join(check)}; ludus train {recipe}"
 
 
 def _rejection(page: str, drafts: list[Json]) -> str:

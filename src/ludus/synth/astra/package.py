@@ -16,15 +16,16 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from ludus.core.config import toml_text
 from ludus.core.messages import Json
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
 from ludus.envs.sandboxed import WorldSpec
 from ludus.observe import atomic_file, write_trajectories
 
-_ENVIRONMENT = '''"""{description}
+_ENVIRONMENT = '''"""The environment that world.json describes, made from page.txt by `ludus synth astra`.
 
-Made from page.txt by `ludus synth astra`. The rules are in world.py, which runs in the sandbox only.
+The rules are in world.py, which runs in the sandbox only.
 """
 
 from pathlib import Path
@@ -32,62 +33,23 @@ from pathlib import Path
 from ludus.envs.sandboxed import SandboxedWorld, recorded_solution, solved
 
 
-class {class_name}(SandboxedWorld):
+class World(SandboxedWorld):
     folder = Path(__file__).parent
 
 
 success = solved
 expert = recorded_solution
 '''
-_RECIPE = """# Made from page.txt by `ludus synth astra`. For another model: [model] name = "..."
-name = "{name}"
-rewards = ["environment.py:success"]
-
-[model.scratch]
-layers = 2
-width = 128
-
-[tasks]
-train = "tasks.jsonl"
-evaluation = "held_out.jsonl"
-
-[agent]
-envs = {{ {name} = "environment.py:{class_name}" }}
-
-[budgets]
-max_turns = {max_turns}
-max_turn_tokens = {turn_tokens}
-
-[warm_start]
-demonstrations = "demonstrations.parquet"
-steps = {steps}
-batch = 16
-optimizer = {{ learning_rate = 3e-3 }}
-
-[rl]
-algorithm = "grpo"
-steps = 30
-tasks = 16
-attempts = 8
-updates = 2
-optimizer = {{ learning_rate = 1e-3 }}
-"""
-
-
-def class_name(spec: WorldSpec) -> str:
-    """What its class is called: parcel_office is ParcelOffice."""
-    return "".join(word.capitalize() for word in spec.name.split("_"))
 
 
 def write_world(folder: Path, page: str, spec: WorldSpec, rules: str) -> None:
-    """What an environment needs to run."""
+    """What an environment needs to run. Its names become keys and functions, so they are checked again."""
+    WorldSpec.model_validate(spec.model_dump())
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder / "page.txt", page)
     _write(folder / "world.json", spec.model_dump_json(indent=2))
     _write(folder / "world.py", rules)
-    description = json.dumps(spec.description, ensure_ascii=False)[1:-1].replace('"', "'")
-    text = _ENVIRONMENT.format(description=description, class_name=class_name(spec))
-    _write(folder / "environment.py", text)
+    _write(folder / "environment.py", _ENVIRONMENT)
 
 
 def write_package(
@@ -104,14 +66,30 @@ def write_package(
     longest = max(one.turns for one in demonstrations)
     # of the byte tokenizer that demonstrations are recorded with, which has the most tokens of all
     tokens = max(len(action.tokens) for one in demonstrations for action in one.actions)
-    recipe = _RECIPE.format(
-        name=spec.name,
-        class_name=class_name(spec),
-        max_turns=longest + 2,
-        turn_tokens=max(64, tokens),
-        steps=max(100, 4 * len(demonstrations)),
-    )
-    _write(folder / "recipe.toml", recipe)
+    recipe: Json = {
+        "name": spec.name,
+        "rewards": ["environment.py:success"],
+        "model": {"scratch": {"layers": 2, "width": 128}},
+        "tasks": {"train": "tasks.jsonl", "evaluation": "held_out.jsonl"},
+        "agent": {"envs": {spec.name: "environment.py:World"}},
+        "budgets": {"max_turns": longest + 2, "max_turn_tokens": max(64, tokens)},
+        "warm_start": {
+            "demonstrations": "demonstrations.parquet",
+            "steps": max(100, 4 * len(demonstrations)),
+            "batch": 16,
+            "optimizer": {"learning_rate": 3e-3},
+        },
+        "rl": {
+            "algorithm": "grpo",
+            "steps": 30,
+            "tasks": 16,
+            "attempts": 8,
+            "updates": 2,
+            "optimizer": {"learning_rate": 1e-3},
+        },
+    }
+    comment = 'Made from page.txt by `ludus synth astra`. For another model: [model] name = "..."'
+    _write(folder / "recipe.toml", toml_text(recipe, comment))
 
 
 def _line(task: Task) -> str:
