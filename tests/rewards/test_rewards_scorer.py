@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 from hypothesis import given
@@ -112,6 +113,38 @@ async def test_a_failure_leaves_the_trajectory_as_it_was(episode, bad):
     assert caught.value.boundary is Boundary.REWARD
     assert (trajectory.reward, trajectory.rewards) == (None, {})
     assert trajectory.actions[0].reward == 0.5
+
+
+@pytest.mark.parametrize(
+    ("rewards", "paid", "said"),
+    [
+        ([fixed("huge", 1e300)], None, "the score of 'huge', times its weight, is 1e+300"),
+        ([fixed("huge", -2e6)], None, "the score of 'huge', times its weight, is -2e+06"),
+        ([fixed("a", 9e5), fixed("b", 9e5)], None, "the total is 1.8e+06"),
+        ([per_turn("t", [1e9])], None, "the reward of an action is 1e+09"),
+        ([exact_match], 1e300, "the reward of an action is 1e+300"),
+    ],
+)
+async def test_a_reward_that_float32_cannot_train_on_is_a_failure(episode, rewards, paid, said):
+    trajectory = episode(paid=[paid])
+    with pytest.raises(InfraError, match=re.escape(said)) as caught:
+        await Scorer(rewards).score(trajectory)
+    assert caught.value.boundary is Boundary.REWARD and "divide" in str(caught.value)
+    assert (trajectory.reward, trajectory.rewards) == (None, {})
+
+
+async def test_a_large_score_counts_by_its_weight_and_a_logged_part_may_be_anything(episode):
+    trajectory = episode()
+    given = fixed("profit", {"reward": 5e7, "tokens": 1e300}, weight=1e-7)
+    await Scorer([given]).score(trajectory)
+    assert trajectory.reward == pytest.approx(5.0) and trajectory.rewards["tokens"] == 1e300
+
+
+async def test_a_group_reward_is_bounded_with_the_rest(episode):
+    first, second = episode(), episode()
+    scorer = Scorer([], [group_reward(lambda group: [1.0, 1e300], name="judge")])
+    with pytest.raises(InfraError, match=re.escape("the total is 1e+300")):
+        await scorer.score_group(Group(first.task, [first, second]))
 
 
 async def test_a_tools_reward_that_is_no_number_is_a_failure(episode):

@@ -429,6 +429,32 @@ async def test_rewards_by_call_and_by_header() -> None:
         assert [action.reward for action in served.trajectory.actions] == [0.5, 1.0]
 
 
+@pytest.mark.parametrize("value", [1e300, -1e300, 1e7, 10**400, float("nan"), True, "many", [1]])
+async def test_a_reward_is_a_number_that_can_be_trained_on(value: Any) -> None:
+    async with serving(["one", "two"]) as served:
+        _, first = await served.post(chat(user("a")))
+        for more in ({}, {"completion": first["id"]}):
+            status, said = await served.post({"reward": value, **more}, "reward")
+            assert status == 400 and "between -1,000,000 and 1,000,000" in said["error"]["message"]
+        said = [user("a"), first["choices"][0]["message"], user("b")]
+        assert (await served.post(chat(*said), x_ludus_reward=str(value)[:50]))[0] == 400
+        await served.service.end(served.session)
+        assert [action.reward for action in served.trajectory.actions] == [None]
+
+
+async def test_an_episode_may_take_no_rewards_of_its_client() -> None:
+    async with serving(["one", "two"]) as served:
+        served.session.takes_rewards = False
+        _, first = await served.post(chat(user("a")))
+        said = [user("a"), first["choices"][0]["message"], user("b")]
+        assert (await served.post(chat(*said), x_ludus_reward="0.25"))[0] == 403
+        assert (await served.post({"reward": 1}, "reward"))[0] == 403
+        assert (await served.post({"answer": "one"}, "reward"))[0] == 200
+        await served.service.end(served.session)
+        assert [action.reward for action in served.trajectory.actions] == [None]
+        assert served.session.answer == "one"
+
+
 async def test_no_reward_is_none() -> None:
     async with serving(["one"]) as served:
         await served.post(chat(user("a")))

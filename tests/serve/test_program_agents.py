@@ -96,14 +96,135 @@ async def test_a_command_plays_episodes_many_at_once(tmp_path: Path) -> None:
 
 async def test_rewards_are_reported_or_scored(tmp_path: Path) -> None:
     code = SAYS + "\nask({'reward': 0.5}, 'reward')"
-
-    def right(trajectory: Trajectory) -> float:
-        return float(trajectory.answer == "fine")
-
     (one,) = await play(ProgramAgent(program(tmp_path, code)), ["fine"])
     assert one.reward == 0.5
     (one,) = await play(ProgramAgent(program(tmp_path, SAYS)), ["fine"], rewards=[right])
     assert (one.reward, one.rewards) == (1.0, {"right": 1.0})
+
+
+def right(trajectory: Trajectory) -> float:
+    return float(trajectory.answer == "fine")
+
+
+REPORTS = (
+    SAYS
+    + """
+import urllib.error
+try:
+    ask({'answer': 'fine'}, 'reward')
+    ask({'reward': 0.5}, 'reward')
+except urllib.error.HTTPError as error:
+    sys.stderr.write(error.read().decode()); sys.exit(3 if error.code == 403 else 4)
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("setting", "rewards", "total"),
+    [(None, [], 0.5), (None, [right], None), (True, [right], 1.5), (False, [], None)],
+)
+async def test_who_may_set_rewards(
+    tmp_path: Path, setting: bool | None, rewards: list[Any], total: float | None
+) -> None:
+    """Programs may where the recipe has no rewards of its own, or says so; the answer is theirs always."""
+    agent = ProgramAgent(program(tmp_path, REPORTS), ProgramConfig(rewards=setting))
+    (one,) = await play(agent, ["fine"], rewards=rewards)
+    assert one.reward == total
+    if total is None:
+        assert one.failure is not None and "exit code 3" in one.failure.message
+        assert "agent.program.rewards = true" in one.failure.message
+
+
+async def test_a_number_of_a_function_is_a_reward_where_it_may_set_one() -> None:
+    async def agent(task: Task, base_url: str, key: str) -> float:
+        body = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+        async with aiohttp.ClientSession(headers={"x-api-key": key}) as http:
+            await http.post(f"{base_url}/chat/completions", json=body)
+        return 1e300 if task.id == "1" else 0.5
+
+    first, second = await play(ProgramAgent(agent), lambda *_: "fine", tasks=2)
+    assert first.reward == 0.5
+    assert second.failure is not None and "between -1,000,000 and 1,000,000" in second.failure.message
+    with pytest.raises(ConfigError, match=r"agent\.program\.rewards = true"):
+        await play(ProgramAgent(agent), ["fine"], rewards=[right])
+
+
+async def test_a_program_is_told_of_the_answers_on_request_alone(tmp_path: Path) -> None:
+    code = SAYS + "\nprint(json.dumps(task))"
+    for fields in ((), ("target",), ("metadata", "envs")):
+        config = ProgramConfig(answer="stdout", task_fields=fields)
+        (one,) = await play(ProgramAgent(program(tmp_path, code), config), ["fine"])
+        told = json.loads((one.answer or "").splitlines()[-1])
+        assert told.keys() == {"id", "messages", *fields}
+        assert told.get("metadata", {"answer": "0"}) == {"answer": "0"}
+
+
+THIEF = """
+import glob, subprocess, time, urllib.error
+mine, folder = os.environ["LUDUS_KEY"], {folder!r}
+open(folder + "/" + task["id"], "w").close()
+print(ask([{{'role': 'user', 'content': question}}])['choices'][0]['message']['content'])
+deadline, stolen = time.monotonic() + 50, set()
+while not stolen and time.monotonic() < deadline and task["id"] == "1":
+    for place in glob.glob("/proc/[0-9]*/environ"):
+        try:
+            found = dict(one.split("=", 1) for one in open(place).read().split(chr(0)) if "=" in one)
+        except OSError:
+            continue
+        if found.get("LUDUS_KEY", mine) != mine and found["LUDUS_BASE_URL"] == os.environ["LUDUS_BASE_URL"]:
+            stolen.add(found["LUDUS_KEY"])
+for key in stolen:
+    os.environ["OPENAI_API_KEY"] = os.environ["LUDUS_KEY"] = key
+    try:
+        ask([{{'role': 'user', 'content': 'stolen'}}])
+        print("taken")
+    except urllib.error.HTTPError as error:
+        print(error.code, json.load(error)["error"]["message"])
+    open(folder + "/over", "w").close()
+while task["id"] == "0" and not os.path.exists(folder + "/over") and time.monotonic() < deadline:
+    time.sleep(0.02)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux")
+@pytest.mark.parametrize("clients", ["own", "any"])
+async def test_the_key_of_another_program_is_refused(tmp_path: Path, clients: Any) -> None:
+    """Programs of one user can read each other's environment, with the keys in it."""
+    config = ProgramConfig(answer="stdout", clients=clients, timeout=60)
+    agent = ProgramAgent(program(tmp_path, THIEF.format(folder=str(tmp_path))), config)
+    first, second = await play(agent, lambda *_: "fine", tasks=2)
+    said = (second.answer or "").splitlines()[1]
+    if clients == "any":
+        assert said == "taken" and first.counts["proxy/requests"] == 2
+    else:
+        assert said.startswith("403 ") and 'agent.program.clients = "any"' in said
+        assert first.counts["proxy/requests"] == 1 and first.failure is None
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux")
+async def test_the_children_of_a_program_may_use_its_key(tmp_path: Path) -> None:
+    """A child, one in a session of its own, and one whose parent has ended."""
+    code = """
+import subprocess, time
+if "child" in sys.argv:
+    print(ask([{'role': 'user', 'content': question}])['choices'][0]['message']['content'])
+    open(sys.argv[0] + ".done", "w").close()
+    sys.exit()
+told = {"input": json.dumps(task), "text": True, "check": True}
+own = [sys.executable, sys.argv[0], "child"]
+subprocess.run(own, **told)
+subprocess.run(own, **told, start_new_session=True)
+os.remove(sys.argv[0] + ".done")
+file = sys.argv[0] + ".task"
+open(file, "w").write(json.dumps(task))
+subprocess.run(["sh", "-c", '"$@" < "$0" & sleep 0.05', file, *own])
+deadline = time.monotonic() + 20
+while not os.path.exists(sys.argv[0] + ".done") and time.monotonic() < deadline:
+    time.sleep(0.02)
+"""
+    config = ProgramConfig(answer="stdout", timeout=60)
+    (one,) = await play(ProgramAgent(program(tmp_path, code), config), lambda *_: "fine")
+    assert one.failure is None and (one.answer or "").split() == ["fine"] * 3
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ from ludus.rewards.scores import (
     parse_group_scores,
     parse_parts,
     parse_scores,
+    trainable,
 )
 
 T = TypeVar("T")
@@ -232,6 +233,11 @@ class Scorer:
             raise ConfigError("a reward is listed twice; it would count twice")
 
     @property
+    def has_rewards(self) -> bool:
+        """Whether there is any reward; tools and agents may report rewards beside them."""
+        return bool(self._by_name)
+
+    @property
     def names(self) -> list[str]:
         """The names of all rewards, those inside others included."""
         return list(self._by_name)
@@ -326,12 +332,13 @@ class Scorer:
                 if is_shared[i] and score is not None:  # scored with the attempt that took the action
                     paid[i] = (paid[i] or 0.0) - weight_of(turn_reward) * score
         parts, turn_rewards = turn_totals(paid, self.turn_rewards, turns)
-        addends = [value for value in turn_rewards if value is not None]
+        addends = [trainable(one, "the reward of an action") for one in turn_rewards if one is not None]
         for reward, own in zip(self.rewards, outcomes, strict=True):
             merge(parts, own, reward.name)
             if reward.name in own:
-                addends.append(weight_of(reward) * own[reward.name])
-        total = number(sum(addends), "the total") if addends else self._default_total
+                score = weight_of(reward) * own[reward.name]
+                addends.append(trainable(score, f"the score of {reward.name!r}, times its weight,"))
+        total = trainable(sum(addends), "the total") if addends else self._default_total
         trajectory.rewards, trajectory.reward = parts, total
         for action, value, shared in zip(actions, turn_rewards, is_shared, strict=True):
             if not shared:
@@ -342,7 +349,7 @@ class Scorer:
         for reward, values in zip(self.group_rewards, scores, strict=True):
             weight = weight_of(reward)
             totals = [
-                number(total + weight * value, "the total")
+                trainable(total + weight * value, "the total")
                 for total, value in zip(totals, values, strict=True)
             ]
         for trajectory, total, *values in zip(shown, totals, *scores, strict=True):

@@ -7,7 +7,8 @@ A function may return:
   are logged only: `{"reward": f1, "f1": f1, "em": em}`. Without such a key, the score is the sum of the parts;
 - None, or None for a part: unscored, which is not zero.
 
-Anything else (NaN, an infinity, text, a list) is a bug in the reward.
+Anything else (NaN, an infinity, text, a list) is a bug in the reward. So is a weighted score or a total beyond
+`MOST_REWARD`; parts that are only logged may be any finite number.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ REWARD, TOTAL = "reward", "total"
 """The keys of a returned dictionary whose value is the score; the others are logged."""
 _SIMILAR = frozenset({REWARD, TOTAL, "score"})
 """verl's key is "score". Misspelled beside other parts, such a key must not become one addend of a sum."""
+MOST_REWARD = 1e6
+"""Rewards lie between minus this and this: float32, which advantages are computed in, tells 0.1 more apart."""
 TOOLS = "tools"
 """The part that holds the rewards of single tool calls."""
 EXECUTION = "execution"
@@ -57,6 +60,16 @@ def number(value: Any, what: str) -> float:
     if not math.isfinite(result):
         raise ScoreError(f"{what} is {result}; a score must be finite")
     return result
+
+
+def trainable(value: float, what: str) -> float:
+    """`value`, if it is a reward that can be trained on."""
+    if not abs(value) <= MOST_REWARD:
+        raise ScoreError(
+            f"{what} is {value:g}, and rewards lie between {-MOST_REWARD:,.0f} and {MOST_REWARD:,.0f}: divide "
+            "it, or give it a smaller weight"
+        )
+    return value
 
 
 def parse_parts(value: Any, name: str) -> Parts:

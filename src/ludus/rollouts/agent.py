@@ -18,6 +18,7 @@ from ludus.core.config import Config
 from ludus.core.messages import ToolCall, ToolSet, ToolSpec
 from ludus.envs import EnvTools, call_env, tools_of
 from ludus.envs.world import Expert as Expert
+from ludus.rewards.scores import MOST_REWARD
 from ludus.rollouts.episode import Episode
 from ludus.tools import example_of
 
@@ -36,7 +37,15 @@ class ProgramConfig(Config):
     """Programs that run at once, beside max_in_flight."""
     output_bytes: int = Field(default=64_000, ge=100)
     """Bytes kept of each of stdout and stderr: of the first the beginning, of the second the end."""
-    crash_reward: float | None = None
+    rewards: bool | None = None
+    """Whether the program may set rewards, by call, by header or by a number that a function returns; when left
+    out, only where no rewards are listed."""
+    task_fields: tuple[Literal["target", "metadata", "envs"], ...] = ()
+    """What a command is told of its task beside id and messages. The right answer is often in there."""
+    clients: Literal["own", "any"] = "own"
+    """Who may use the key of a command: its own processes, or anybody who has it, such as a container that it
+    starts."""
+    crash_reward: float | None = Field(default=None, ge=-MOST_REWARD, le=MOST_REWARD)
     """The reward of an episode whose program fails after the model has replied; a failure, which is not
     trained on, when left out."""
     sandbox: bool = False

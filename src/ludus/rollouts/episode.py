@@ -80,8 +80,11 @@ class Episode:
         record: EpisodeRecord | None = None,
         audit: Audit | None = None,
         render: RenderEnvs | None = None,
+        has_rewards: bool = False,
     ) -> None:
         self.trajectory = trajectory
+        self.has_rewards = has_rewards
+        """Whether reward functions score it; else what tools, environments and the agent report is all."""
         self._render = render
         """Shows the environments to people; None where that is not recorded."""
         self.budgets = budgets

@@ -290,6 +290,7 @@ class Rollout:
                 record=record,
                 audit=self.audit,
                 render=partial(_rendered, envs, access) if self.renders and envs else None,
+                has_rewards=self.scorer.has_rewards,
             )
             try:
                 await self.agent.run(episode)

@@ -69,7 +69,7 @@ class CheckpointService:
         self._pixels, self._texts = WorkBudget(MOST_PIXELS), WorkBudget(config.max_body_bytes)
         self.metrics.watch("waiting", "Requests in the queue.", lambda: self._admission.waiting)
 
-    def authorize(self, request: web.Request, key: str) -> None:
+    async def authorize(self, request: web.Request, key: str) -> None:
         check_token(request, key, self._token)
 
     def models(self, caller: None) -> list[str]:

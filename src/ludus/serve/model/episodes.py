@@ -16,6 +16,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import aiohttp
 from aiohttp import web
@@ -32,6 +33,7 @@ from ludus.rollouts.turn_limits import BudgetUsedUp
 from ludus.serve.admission import WorkBudget
 from ludus.serve.http import check_token
 from ludus.serve.model.checkpoint import reply_of
+from ludus.serve.model.peers import is_of_program
 from ludus.serve.model.requests import (
     LONG,
     ApiError,
@@ -41,7 +43,7 @@ from ludus.serve.model.requests import (
     check_pictures,
     refuse_pictures,
 )
-from ludus.serve.model.server import Forwarded, Incoming, finite_number, unknown_model
+from ludus.serve.model.server import Forwarded, Incoming, reward_number, unknown_model
 from ludus.serve.model.streams import LiveReplies
 from ludus.serve.telemetry import ModelMetrics
 
@@ -50,6 +52,9 @@ log = logging.getLogger(__name__)
 TRAINED, FROZEN = "trained", "frozen"
 ANY = "*"
 ORPHAN_SECONDS = 30.0
+NO_REWARDS = (
+    "the recipe's rewards score this episode: agent.program.rewards = true lets programs set some"
+)
 _MOST_ENDED = 65_536
 _FORWARD_SECONDS = 600.0
 _FORWARD_BYTES = 64 << 20
@@ -83,9 +88,11 @@ class EpisodeSession:
         metrics: ModelMetrics | None = None,
         http: aiohttp.ClientSession | None = None,
         pixels: WorkBudget | None = None,
+        takes_rewards: bool = True,
     ) -> None:
         """`models` says who answers to a model's name: trained, frozen, or an address; all are trained when
-        left out. `tree` records the trained ones. `pixels` bounds what is decoded for all episodes."""
+        left out. `tree` records the trained ones. `pixels` bounds what is decoded for all episodes.
+        `takes_rewards`: whether its client may set rewards."""
         self.key = f"sk-ludus-{secrets.token_urlsafe(24)}"
         self.tree = tree
         self.stop: StopReason | None = None
@@ -95,6 +102,11 @@ class EpisodeSession:
         self.answer: str | None = None
         """The answer that the client reported."""
         self.counts: Counter[str] = Counter()
+        self.takes_rewards = takes_rewards
+        self.program: asyncio.Future[int] | None = None
+        """The process that alone may use the key, with its children; None where anybody may who has it."""
+        self._clients: WeakSet[asyncio.BaseTransport] = WeakSet()
+        """Connections that were found to be the program's."""
         self._models = dict(models or {ANY: TRAINED})
         self._temperature, self._metrics, self._http = temperature, metrics, http
         self._pixels = pixels or WorkBudget(MOST_PIXELS)
@@ -108,6 +120,21 @@ class EpisodeSession:
     def models(self) -> list[str]:
         """The names that are answered to; "policy" stands for any."""
         return ["policy" if name == ANY else name for name in self._models]
+
+    async def check_client(self, transport: asyncio.BaseTransport | None) -> None:
+        """Refuse a connection of another process than the program's."""
+        if self.program is None or transport in self._clients:
+            return
+        program = await asyncio.shield(self.program)  # which is being started
+        ends = [transport.get_extra_info(one) for one in ("peername", "sockname")] if transport else []
+        if transport is None or not await asyncio.to_thread(is_of_program, ends[0], ends[1], program):
+            raise ApiError(
+                403,
+                "this key is of another program: the command of an episode and its child processes may use its "
+                'key; agent.program.clients = "any" lets everybody who has it, such as containers',
+                code="invalid_api_key",
+            )
+        self._clients.add(transport)
 
     async def complete(
         self, request: ModelRequest, incoming: Incoming, live: LiveReplies | None = None
@@ -255,7 +282,8 @@ class EpisodeSession:
         self.answer = answer if answer is not None else self.answer
         if body.get("reward") is None:
             return
-        value, completion = finite_number(body["reward"], "reward"), body.get("completion")
+        self._check_takes_rewards()
+        value, completion = reward_number(body["reward"], "reward"), body.get("completion")
         if completion is None:
             self._reward = value
             return
@@ -264,9 +292,14 @@ class EpisodeSession:
             raise ApiError(404, f"no reply of this episode has the id {completion!r:.100}")
         self._turn_rewards[turn] = value
 
+    def _check_takes_rewards(self) -> None:
+        if not self.takes_rewards:
+            raise ApiError(403, NO_REWARDS, code="rewards_not_taken")
+
     def _header_reward(self, request: ModelRequest, incoming: Incoming) -> None:
         if incoming.reward is None:
             return
+        self._check_takes_rewards()
         turn = self.tree.last_turn_of(request.messages, request.tools)
         if turn is None:
             raise bad("a reward came with a conversation that holds no reply of this episode")
@@ -277,6 +310,8 @@ class EpisodeSession:
     async def close(self) -> None:
         """The end: running requests are cancelled; rewards and counts go into the trajectory."""
         self._is_closed = True
+        if self.program is not None:
+            self.program.cancel()
         tasks = [one.task for one in self._sampling.values() if not one.task.done()]
         for one in self._sampling.values():
             if one.orphaned is not None:
@@ -321,11 +356,13 @@ class EpisodeService:
             self._ended.popitem(last=False)
         await session.close()
 
-    def authorize(self, request: web.Request, key: str) -> EpisodeSession | None:
+    async def authorize(self, request: web.Request, key: str) -> EpisodeSession | None:
         if request.path == "/metrics":
             check_token(request, key, None)
             return None
-        return self.session(key)
+        session = self.session(key)
+        await session.check_client(request.transport)
+        return session
 
     def session(self, key: str) -> EpisodeSession:
         """The open episode of a key; `ApiError` if there is none."""

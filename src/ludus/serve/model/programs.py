@@ -33,7 +33,9 @@ from ludus.core.user_code import error_with_location, log_once
 from ludus.rollouts.agent import Agent, ProgramConfig
 from ludus.rollouts.episode import Episode
 from ludus.sandbox import Limits, SandboxConfig, shared_sandbox
-from ludus.serve.model.episodes import EpisodeService, EpisodeSession, check_models
+from ludus.serve.model.episodes import NO_REWARDS, EpisodeService, EpisodeSession, check_models
+from ludus.serve.model.peers import CAN_TELL
+from ludus.serve.model.requests import ApiError
 from ludus.serve.model.server import ModelServer
 from ludus.serve.service import ServerConfig
 from ludus.tools.wire import task_to_json
@@ -79,8 +81,6 @@ class _Serving:
 class ProgramAgent(Agent):
     """Plays each episode by a command, or by a function of (task, base_url, key)."""
 
-    reports_rewards = True
-
     def __init__(
         self,
         program: str | Callable[..., Any],
@@ -88,6 +88,7 @@ class ProgramAgent(Agent):
         sandbox: SandboxConfig | None = None,
     ) -> None:
         self.config = config or ProgramConfig()
+        self.reports_rewards = self.config.rewards is not False
         check_models(self.config.models)
         self._function = program if callable(program) else None
         self._argv = [] if callable(program) else _argv(program, self.config.sandbox)
@@ -96,6 +97,8 @@ class ProgramAgent(Agent):
         if self.config.host not in ("127.0.0.1", "::1", "localhost"):
             log.warning("the model server listens on %s: the keys are random", self.config.host)
         self._sandbox = sandbox or SandboxConfig()
+        is_process = self._function is None and not self.config.sandbox
+        self._is_guarded = CAN_TELL and is_process and self.config.clients == "own"
         self._serving: _Serving | None = None
         self._locks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
 
@@ -104,6 +107,7 @@ class ProgramAgent(Agent):
         async with self._place(serving):
             tree = episode.conversations()
             tree.expert = episode.expert
+            may = self.config.rewards
             session = EpisodeSession(
                 tree,
                 self.config.models,
@@ -111,10 +115,13 @@ class ProgramAgent(Agent):
                 metrics=serving.service.metrics,
                 http=serving.http,
                 pixels=serving.service.pixels,
+                takes_rewards=not episode.has_rewards if may is None else may,
             )
+            if self._is_guarded:
+                session.program = asyncio.get_running_loop().create_future()
             serving.service.open(session)
             try:
-                ended = await self._play(episode.task, serving.server.address, session.key)
+                ended = await self._play(episode.task, serving.server.address, session)
             finally:
                 await serving.service.end(session)
         self._conclude(episode, session, ended)
@@ -139,24 +146,26 @@ class ProgramAgent(Agent):
         answer = session.answer if session.answer is not None else said
         episode.answer(answer if answer is not None else last.reply.answer)
 
-    async def _play(self, task: Task, address: str, key: str) -> Ended:
+    async def _play(self, task: Task, address: str, session: EpisodeSession) -> Ended:
         """Run the program to its end."""
         try:
             async with asyncio.timeout(self.config.timeout) as deadline:
                 if self._function is not None:
-                    return await self._call(self._function, task, address, key)
+                    return await self._call(self._function, task, address, session)
                 if self.config.sandbox:
-                    return await self._run_in_sandbox(task, address, key)
-                return await self._run(task, address, key)
+                    return await self._run_in_sandbox(task, address, session.key)
+                return await self._run(task, address, session)
         except TimeoutError:
             if not deadline.expired():
                 raise
             limit = f"agent.program.timeout = {self.config.timeout:g}"
             return Ended(None, f"the program took longer than {limit} seconds")
 
-    async def _call(self, function: Callable[..., Any], task: Task, address: str, key: str) -> Ended:
+    async def _call(
+        self, function: Callable[..., Any], task: Task, address: str, session: EpisodeSession
+    ) -> Ended:
         """A function that returns a text answers with it; a number is the episode's reward."""
-        base = f"{address}/v1"
+        base, key = f"{address}/v1", session.key
         try:
             if inspect.iscoroutinefunction(function):
                 found = await function(task, base, key)
@@ -170,8 +179,12 @@ class ProgramAgent(Agent):
             log_once(log, "the agent", error)
             return Ended(None, f"the function raised {error_with_location(error)}")
         if isinstance(found, int | float) and not isinstance(found, bool):
-            assert self._serving is not None
-            self._serving.service.session(key).report({"reward": found})
+            if not session.takes_rewards:
+                raise ConfigError(f"the function returned the number {found:g}, a reward; {NO_REWARDS}")
+            try:
+                session.report({"reward": found})
+            except ApiError as error:
+                return Ended(None, f"the function returned {found!r:.80}: {error}")
             return Ended(None)
         if not isinstance(found, str | None):
             return Ended(
@@ -179,8 +192,8 @@ class ProgramAgent(Agent):
             )
         return Ended(found)
 
-    async def _run(self, task: Task, address: str, key: str) -> Ended:
-        told = json.dumps(task_to_json(task))
+    async def _run(self, task: Task, address: str, session: EpisodeSession) -> Ended:
+        told, key = self._told(task), session.key
         limit = self.config.output_bytes
         try:
             process = await asyncio.create_subprocess_exec(
@@ -193,6 +206,8 @@ class ProgramAgent(Agent):
             )
         except OSError as error:
             raise ConfigError(f"agent.loop: {self._argv[0]!r} cannot be run: {error}") from None
+        if session.program is not None:
+            session.program.set_result(process.pid)
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         printed, complained = bytearray(), bytearray()
         streams = [
@@ -221,7 +236,7 @@ class ProgramAgent(Agent):
         return Ended(stdout.strip())
 
     async def _run_in_sandbox(self, task: Task, address: str, key: str) -> Ended:
-        told = json.dumps(task_to_json(task))
+        told = self._told(task)
         variables = [f"{name}={value}" for name, value in self._environment(told, address, key).items()]
         seconds = min(self.config.timeout, 86_400)
         limits: Limits = self._sandbox.limits.model_copy(update={"wall_seconds": seconds})
@@ -231,6 +246,11 @@ class ProgramAgent(Agent):
             return Ended(found.stdout.strip())
         why = _tail(found.stderr) or found.text()[-_SHOWN:]
         return Ended(found.stdout, f"the program failed in the sandbox ({found.outcome}): {why}")
+
+    def _told(self, task: Task) -> str:
+        """The task as a command reads it."""
+        shown = {"id", "messages", *self.config.task_fields}
+        return json.dumps({name: value for name, value in task_to_json(task).items() if name in shown})
 
     def _environment(self, task: str, address: str, key: str) -> dict[str, str]:
         found = {

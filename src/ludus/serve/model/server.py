@@ -24,6 +24,7 @@ from ludus.core.failures import Aborted, ConfigError, InfraError
 from ludus.core.messages import Json
 from ludus.core.pictures import PictureError
 from ludus.core.strict_json import BadJson, read_object
+from ludus.rewards.scores import MOST_REWARD
 from ludus.rollouts.turn_limits import BudgetUsedUp
 from ludus.serve.admission import ByteBudget, RequestError
 from ludus.serve.http import beside_the_loop, release_bytes, request_bytes
@@ -71,7 +72,7 @@ class ModelService(Protocol):
     @property
     def metrics(self) -> ModelMetrics: ...
 
-    def authorize(self, request: web.Request, key: str) -> Any:
+    async def authorize(self, request: web.Request, key: str) -> Any:
         """Whose key it is; `ApiError` or `RequestError` if it is nobody's."""
 
     def models(self, caller: Any) -> Sequence[str]:
@@ -170,7 +171,7 @@ class ModelServer:
 
     async def _complete(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
         started = time.perf_counter()
-        caller = self._authorize(request)
+        caller = await self._authorize(request)
         data, asked = await self._asked(request, dialect)
         retries = request.headers.get("x-stainless-retry-count", "0")
         incoming = Incoming(
@@ -249,25 +250,25 @@ class ModelServer:
         )
 
     async def _count(self, request: web.Request, dialect: Dialect) -> web.Response:
-        caller = self._authorize(request)
+        caller = await self._authorize(request)
         _, asked = await self._asked(request, dialect)
         return _json_response({"input_tokens": await self._service.count_tokens(caller, asked)})
 
     async def _reward(self, request: web.Request, dialect: Dialect) -> web.Response:
-        caller = self._authorize(request)
+        caller = await self._authorize(request)
         data = await request_bytes(request, self._bytes, self._config)
         self._service.reward(caller, _json(data))
         return _json_response({"ok": True})
 
     async def _models(self, request: web.Request, dialect: Dialect) -> web.Response:
-        names = self._service.models(self._authorize(request))
+        names = self._service.models(await self._authorize(request))
         listed = [_model(name) for name in names]
         ends = {"first_id": names[0], "last_id": names[-1]} if names else {}
         return _json_response({"object": "list", "data": listed, "has_more": False, **ends})
 
     async def _model(self, request: web.Request, dialect: Dialect) -> web.Response:
         name = request.match_info["name"]
-        known = self._service.models(self._authorize(request))
+        known = self._service.models(await self._authorize(request))
         if name not in known:
             raise unknown_model(name, known)
         return _json_response(_model(name))
@@ -283,19 +284,19 @@ class ModelServer:
         return _json_response(body, 200 if is_ready else 503)
 
     async def _metrics(self, request: web.Request, dialect: Dialect) -> web.Response:
-        self._authorize(request)
+        await self._authorize(request)
         return web.Response(body=self._service.metrics.page(), headers={"Content-Type": CONTENT_TYPE})
 
     async def _unknown(self, request: web.Request, dialect: Dialect) -> web.Response:
         served = "POST /v1/chat/completions, /v1/responses, /v1/messages; GET /v1/models"
         raise ApiError(404, f"there is no {request.method} {request.path[:200]}; there are {served}")
 
-    def _authorize(self, request: web.Request) -> Any:
+    async def _authorize(self, request: web.Request) -> Any:
         if self._draining:
             raise ApiError(503, "this server is being stopped", retry_after=1.0)
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         key = given.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-        return self._service.authorize(request, key)
+        return await self._service.authorize(request, key)
 
 
 def unknown_model(name: str, known: Sequence[str]) -> ApiError:
@@ -363,15 +364,20 @@ def _json(data: bytearray) -> Json:
 
 def _reward_header(request: web.Request) -> float | None:
     text = request.headers.get(REWARD_HEADER)
-    return None if text is None else finite_number(text, REWARD_HEADER)
+    return None if text is None else reward_number(text, REWARD_HEADER)
 
 
-def finite_number(value: Any, name: str) -> float:
-    """A number that a client sent."""
+def reward_number(value: Any, name: str) -> float:
+    """A reward that a client sent."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if isinstance(value, bool) or not math.isfinite(number):
-        raise bad(f"{name} must be a finite number, not {value!r:.40}", name)
+    if isinstance(value, bool) or not abs(number) <= MOST_REWARD:
+        bounds = f"between {-MOST_REWARD:,.0f} and {MOST_REWARD:,.0f}"
+        raise bad(f"{name} must be a number {bounds}, not {_shown(value)}", name)
     return number
+
+
+def _shown(value: Any) -> str:
+    return "a larger one" if isinstance(value, int) and not isinstance(value, bool) else f"{value!r:.40}"

@@ -16,6 +16,7 @@ from ludus.algos import overlong_penalty, resample_on_correct, roc_penalty
 from ludus.core.failures import ConfigError, Fault
 from ludus.core.generation import FinishReason
 from ludus.core.trajectory import SUCCESS, Group, Segment, StopReason, Trajectory, is_success
+from ludus.rewards.scores import trainable
 from ludus.training.config.rl import BrokenConfig, OverlongConfig, RolloutSettings
 
 OVERLONG, BROKEN = "overlong", "broken"
@@ -45,7 +46,8 @@ def shape_reward(trajectory: Trajectory, settings: RolloutSettings) -> None:
         )
     trajectory.rewards.setdefault(SUCCESS, float(is_success(trajectory)))
     trajectory.rewards |= added
-    trajectory.reward = 0.0 if is_zero else trajectory.reward + sum(added.values())
+    total = 0.0 if is_zero else trajectory.reward + sum(added.values())
+    trajectory.reward = trainable(total, "the reward with its penalties")
 
 
 def length_penalty(trajectory: Trajectory, config: OverlongConfig) -> float:
