@@ -39,6 +39,7 @@ def main(root: Path) -> None:
     IMAGES.mkdir(exist_ok=True)
     recipe = load_recipe("safe", [])
     with running_viewer(root, play=(recipe, load_parts(recipe))) as viewer, sync_playwright() as driver:
+        viewer.headers = {"Authorization": f"Bearer {viewer.token}"}
         viewer.settled()
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         for name, (path, size, scheme) in PAGES.items():
@@ -50,6 +51,7 @@ def main(root: Path) -> None:
                     ]
                     path = path.replace(f"{{{run}}}", f"{row['run']}/{row['file']}/{row['row']}")
             page = browser.new_page(viewport=size, color_scheme=scheme)
+            page.goto(f"{viewer.address}/?token={viewer.token}")
             page.goto(viewer.address + path)
             page.wait_for_load_state("networkidle")
             page.wait_for_timeout(600)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from hypothesis import given
@@ -382,6 +384,91 @@ def test_no_path_outside_can_be_read(root: Path, viewer: RunningViewer, tmp_path
     finally:
         (root / "linked").unlink()
         (root / "second" / "trajectories" / "step-000009.parquet").unlink()
+
+
+@pytest.mark.parametrize(
+    "name", ["reward=99", "step=7", "li*", "first?", "[a-z]*", "**", "a[1]", "b\\c"]
+)
+def test_the_name_of_a_folder_says_nothing_about_episodes(tmp_path: Path, name: str) -> None:
+    """DuckDB would take `column=value` in a path for a column, and a pattern for other runs' files."""
+    root = tmp_path / "runs"
+    write_run(tmp_path / "secret", {1: [Group(one.task, [one]) for one in [episode("secret")]]})
+    write_run(root / name, {1: ordinary_groups(1)})
+    write_run(root / "first1", {1: ordinary_groups(1)})
+    (root / "linked").symlink_to(tmp_path / "secret")
+    with running_viewer(root) as viewer:
+        found = viewer.settled()
+        assert not found["index"]["problems"] and found["summary"]["episodes"] == 2 * EACH
+        assert count(viewer, run=name) == EACH and count(viewer, task="secret") == 0
+        assert count(viewer, least_reward=2) == 0 and count(viewer, first_step=2) == 0
+        row = next(one for one in found["episodes"] if one["run"] == name)
+        path = f"/api/episode/{quote(name, safe='')}/{row['file']}/{row['row']}"
+        assert viewer.get(path).json["reward"] == row["reward"]
+
+
+def test_pipes_in_a_runs_folder_stop_nothing(tmp_path: Path) -> None:
+    """Opening one waits for a writer, for good: the server could not even be ended."""
+    root, data = tmp_path / "runs", "0" * 64
+    write_run(root / "run", {1: ordinary_groups(1)})
+    run, measured = root / "run", root / "measured" / "model"
+    (measured / "turns-1" / "parts").mkdir(parents=True)
+    for folder in (run / "media", run / "checkpoints" / "step-000001", root / "labels"):
+        folder.mkdir(parents=True)
+    (root / "measured" / "settings.json").write_text("{}")
+    shutil.copy(run / "trajectories" / "step-000001.parquet", measured / "turns-1" / "episodes.parquet")
+    (run / "metrics.jsonl").unlink()
+    (run / ".lock").unlink(missing_ok=True)
+    (measured / "model.json").write_text("{}")
+    pipes = [run / "metrics.jsonl", run / ".lock", run / "trajectories" / "step-000002.parquet",
+             run / "checkpoints" / "step-000001" / "manifest.json", run / "media" / data,
+             measured / "turns-1" / "parts" / "1.parquet", root / "labels" / "good.jsonl",
+             root / "labels" / "labels.jsonl"]  # fmt: skip
+    for pipe in pipes:
+        os.mkfifo(pipe)
+    try:
+        with running_viewer(root) as viewer:
+            assert viewer.settled()["summary"]["episodes"] == 2 * EACH
+            for path in ("/api/runs", "/api/run/run", "/api/series?run=run&name=reward", "/api/labels",
+                         "/api/tokens/run/step-000001.parquet/0", f"/api/media/run/{data}",
+                         "/api/run/measured:model:turns-1", "/api/diff?run=run"):  # fmt: skip
+                assert viewer.get(path).status in (200, 404), path
+    finally:
+        for pipe in pipes:  # who waits at one goes on
+            with contextlib.suppress(OSError):
+                os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+
+
+def test_links_to_files_outside_are_not_read(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    for name in ("run", "other"):
+        write_run(root / name, {1: ordinary_groups(1)})
+    (tmp_path / "secret.json").write_text('{"step": 1, "password": 12345}\n')
+    for file in (root / "run" / "recipe.json", root / "other" / "metrics.jsonl"):
+        file.unlink()
+        file.symlink_to(tmp_path / "secret.json")
+    with running_viewer(root) as viewer:
+        viewer.settled()
+        for path in (
+            "/api/runs",
+            "/api/run/run",
+            "/api/run/other",
+            "/api/series?run=other&name=password",
+        ):
+            assert b"12345" not in viewer.get(path).body
+
+
+def test_playing_asks_for_a_token_on_loopback_too(tmp_path: Path) -> None:
+    """Who may open the page may call the recipe's tools: not every user and program of this machine."""
+    from ludus.training import load_parts, load_recipe
+    from ludus.viewer import ViewerConfig, ViewerServer
+
+    recipe = load_recipe("safe", ["evaluation.tasks=2"])
+    with running_viewer(tmp_path, play=(recipe, load_parts(recipe))) as viewer:
+        assert viewer.get("/api/play").status == viewer.post("/api/play/start", {}).status == 401
+        assert viewer.token is not None and len(viewer.token) >= 32
+        headers = {"Authorization": f"Bearer {viewer.token}"}
+        assert viewer.get("/api/play", headers).status == 200
+    assert ViewerServer(ViewerConfig(tmp_path)).token is None
 
 
 # What nobody would write on purpose.

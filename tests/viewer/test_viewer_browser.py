@@ -513,7 +513,7 @@ def test_an_environment_is_played_by_hand_and_the_model_takes_over(tmp_path: Pat
 
     recipe = load_recipe("safe", ["evaluation.tasks=2"])
     with running_viewer(tmp_path, play=(recipe, load_parts(recipe))) as viewer:
-        page.goto(f"{viewer.address}/play")
+        page.goto(f"{viewer.address}/play?token={viewer.token}")
         page.get_by_role("button", name="Start").click()
         page.locator("form[aria-label='call turn']").wait_for()
         assert "door  closed" in page.locator(".render").inner_text(), "the environment is drawn"

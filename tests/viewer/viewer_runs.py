@@ -134,9 +134,11 @@ class Reply:
 class RunningViewer:
     """A viewer, and requests to it."""
 
-    def __init__(self, address: str) -> None:
-        self.address = address
+    def __init__(self, address: str, token: str | None = None) -> None:
+        self.address, self.token = address, token
         self.netloc = urlsplit(address).netloc
+        self.headers: dict[str, str] = {}
+        """Sent with every request."""
 
     def get(self, path: str, headers: dict[str, str] | None = None, **query: Any) -> Reply:
         return self.ask(
@@ -151,7 +153,7 @@ class RunningViewer:
     def ask(self, method: str, path: str, body: bytes | None, headers: dict[str, str] | None) -> Reply:
         connection = http.client.HTTPConnection(self.netloc, timeout=30)
         try:
-            connection.request(method, path, body, headers or {})
+            connection.request(method, path, body, self.headers | (headers or {}))
             answer = connection.getresponse()
             return Reply(answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read())
         finally:
@@ -173,7 +175,7 @@ def running_viewer(root: Path, **settings: Any) -> Iterator[RunningViewer]:
     thread.start()
     try:
         asyncio.run_coroutine_threadsafe(server.start(), loop).result(60)
-        yield RunningViewer(server.address)
+        yield RunningViewer(server.address, server.token)
     finally:
         asyncio.run_coroutine_threadsafe(server.drain_and_stop(), loop).result(60)
         loop.call_soon_threadsafe(loop.stop)

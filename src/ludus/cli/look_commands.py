@@ -101,7 +101,7 @@ def view(
     ] = None,
     model: Model = None,
     host: Annotated[
-        str, typer.Option(help="Where to listen; others than 127.0.0.1 ask for a token.")
+        str, typer.Option(help="Where to listen; others than 127.0.0.1, and --play, ask for a token.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free one.")] = 6060,
     token: Annotated[

@@ -18,6 +18,8 @@ from ludus.observe.files import (
     atomic_file,
     atomic_write,
     clean_leftovers,
+    open_regular,
+    read_regular,
     remove_directory,
 )
 from ludus.observe.media import keep_pictures, with_pictures
@@ -129,6 +131,7 @@ __all__ = [
     "markdown_text",
     "mean_interval",
     "new_checkpoint",
+    "open_regular",
     "paired_test",
     "pass_at_k",
     "plot_curve",
@@ -141,6 +144,7 @@ __all__ = [
     "read_metrics",
     "read_notes",
     "read_numbered_groups",
+    "read_regular",
     "read_trajectories",
     "remove_checkpoints_after",
     "remove_directory",

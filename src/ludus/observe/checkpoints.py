@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ludus.core.messages import Json
-from ludus.observe.files import atomic_directory, remove_directory
+from ludus.observe.files import atomic_directory, read_regular, remove_directory
 
 MANIFEST = "manifest.json"
 _CHANGEABLE = ("adapter_config.json", "base.json")
@@ -89,7 +89,7 @@ def remove_checkpoints_after(folder: Path, step: int) -> list[Checkpoint]:
 def checkpoint_problems(checkpoint: Path, *, thorough: bool = False) -> list[str]:
     """What is wrong with a checkpoint: files missing or of another size; `thorough`: or content."""
     try:
-        files: dict[str, Json] = json.loads((checkpoint / MANIFEST).read_text("utf-8"))["files"]
+        files: dict[str, Json] = json.loads(read_regular(checkpoint / MANIFEST))["files"]
     except FileNotFoundError:
         return [f"it has no {MANIFEST}"]
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""Atomic writes, and a lock that lets one process at a time write to a folder.
+"""Atomic writes, reads that never wait, and a lock that lets one process at a time write to a folder.
 
 A write happens entirely or not at all, whenever the process is killed: it goes under a hidden name beside
 its target, is synced to the disk, and renamed into place. A killed writer leaves only its hidden name
@@ -8,6 +8,7 @@ process is gone.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -15,11 +16,13 @@ import re
 import secrets
 import shutil
 import socket
+import stat
 import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from ludus.core.failures import LudusError
 
@@ -35,6 +38,21 @@ def atomic_write(path: str | Path, data: bytes | str) -> None:
     raw = data.encode("utf-8", errors="backslashreplace") if isinstance(data, str) else data
     with atomic_file(path) as temporary:
         temporary.write_bytes(raw)
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """A file to read. What is no regular file is an `OSError`: a pipe would be waited at, for good."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "this is no regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_regular(path: str | Path) -> bytes:
+    """What is in a regular file."""
+    with open_regular(path) as file:
+        return file.read()
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from ludus.core.failures import ConfigError
 from ludus.core.messages import Json
 from ludus.core.trajectory import Trajectory
 from ludus.observe.checkpoints import Checkpoint, checkpoint_problems, list_checkpoints
+from ludus.observe.files import read_regular
 from ludus.observe.media import MEDIA
 from ludus.observe.sinks import read_metrics
 from ludus.observe.trajectory_store import read_trajectories
@@ -76,7 +77,7 @@ class RunFolder:
     def recipe(self) -> Json:
         """The recipe that the run was started with."""
         try:
-            recipe: Json = json.loads((self.path / RECIPE).read_text(encoding="utf-8"))
+            recipe: Json = json.loads(read_regular(self.path / RECIPE))
         except FileNotFoundError:
             raise ConfigError(f"{self.path} is not a run: it has no {RECIPE}") from None
         except ValueError as error:
@@ -87,7 +88,7 @@ class RunFolder:
         """What of the run was passed as Python objects, by the part's name: a command cannot rebuild it."""
         file = self.path / OBJECTS
         try:
-            found: dict[str, str] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+            found: dict[str, str] = json.loads(read_regular(file)) if file.exists() else {}
         except ValueError as error:
             raise ConfigError(f"{file} is damaged ({error})") from None
         return found
@@ -108,7 +109,8 @@ class RunFolder:
         folder = self.trajectories_path
         entries = folder.iterdir() if folder.is_dir() else ()
         matches = [(entry, _TRAJECTORIES.fullmatch(entry.name)) for entry in entries]
-        return sorted(TrajectoryFile(int(m[1]), m[2] or "train", entry) for entry, m in matches if m)
+        found = [(entry, m) for entry, m in matches if m and entry.is_file()]
+        return sorted(TrajectoryFile(int(m[1]), m[2] or "train", entry) for entry, m in found)
 
     def trajectories(self, step: int, split: str = "train") -> list[Trajectory]:
         """The episodes of a step."""

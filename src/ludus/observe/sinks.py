@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from ludus.core.failures import MissingExtraError
 from ludus.core.messages import Json
 from ludus.core.registry import Registry
-from ludus.observe.files import atomic_write
+from ludus.observe.files import atomic_write, read_regular
 
 _log = logging.getLogger(__name__)
 
@@ -226,7 +226,7 @@ def read_metrics(path: str | Path) -> list[Json]:
     """The rows of a metrics file, numbers that are not finite restored. A torn line is left out."""
     rows: list[Json] = []
     try:
-        lines = Path(path).read_bytes().split(b"\n")
+        lines = read_regular(path).split(b"\n")
     except FileNotFoundError:
         return rows
     for number, line in enumerate(lines, start=1):

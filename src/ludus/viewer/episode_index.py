@@ -79,7 +79,7 @@ _READ = f"""
         array_to_string(list_transform(messages, lambda m:
             left(coalesce(m.content, ''), {_MOST_MESSAGE_TEXT}) || ' '
             || left(coalesce(m.tool_calls, ''), {_MOST_MESSAGE_TEXT})), chr(10)) AS whole
-    FROM read_parquet(?, filename=true, file_row_number=true, union_by_name=true)
+    FROM read_parquet(?, filename=true, file_row_number=true, union_by_name=true, hive_partitioning=false)
 """
 _INSERT = f"""
     WITH found AS ({_READ}), short AS (SELECT * EXCLUDE (whole),
@@ -288,7 +288,7 @@ class EpisodeIndex:
     def _read(
         self, batch: Sequence[Key], there: Mapping[Key, tuple[TrajectoryFile, tuple[int, int]]]
     ) -> None:
-        paths = [str(there[key][0].path) for key in batch]
+        paths = [_literal(there[key][0].path) for key in batch]
         error = self._insert(batch[0][0], paths)
         if error and len(batch) > 1:
             for key in batch:
@@ -396,9 +396,9 @@ class EpisodeIndex:
 
     def stored_row(self, run: str, file: str, row: int) -> tuple[Json, list[Json]]:
         """A row as its file holds it, and those of its group that stand before it where it is a branch."""
-        path = str(self._workspace.file(run, file))
-        source = "FROM read_parquet(?, file_row_number=true)"
-        found = self._stored(f"SELECT * {source} WHERE file_row_number = ?", [path, row], path)
+        path = _literal(self._workspace.file(run, file))
+        source = "FROM read_parquet(?, file_row_number=true, hive_partitioning=false)"
+        found = self._stored(f"SELECT * {source} WHERE file_row_number = ?", [path, row], file)
         if not found:
             raise NotFound(f"{file} of {run!r} has no episode {row}")
         if found[0].get("branch_attempt") is None:
@@ -406,17 +406,22 @@ class EpisodeIndex:
         before = self._stored(
             f"SELECT * {source} WHERE group_id = ? AND file_row_number < ? ORDER BY file_row_number",
             [path, found[0]["group_id"], row],
-            path,
+            file,
         )
         return found[0], before
 
-    def _stored(self, sql: str, values: Sequence[Any], path: str) -> list[Json]:
+    def _stored(self, sql: str, values: Sequence[Any], file: str) -> list[Json]:
         try:
             with self._database.cursor() as cursor:
                 return _fetched(cursor, sql, values)
         except self._errors as error:
             text = " ".join(str(error).split())[:300]
-            raise NotFound(f"{Path(path).name} cannot be read: {text}") from None
+            raise NotFound(f"{file} cannot be read: {text}") from None
+
+
+def _literal(path: Path) -> str:
+    """A path as DuckDB reads this file and no other: it takes paths for patterns."""
+    return "".join(f"[{one}]" if one in "*?[" else one for one in str(path))
 
 
 def _fetched(cursor: duckdb.DuckDBPyConnection, sql: str, values: Sequence[Any]) -> list[Json]:

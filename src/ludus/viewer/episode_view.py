@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ludus.core.failures import LudusError
+from ludus.core.failures import ConfigError, LudusError
 from ludus.core.messages import Json, Message, ToolCall
 from ludus.core.tokenizer import Tokenizer
 from ludus.core.trajectory import Segment, SegmentKind, Trajectory
@@ -130,7 +130,13 @@ class EpisodeReader:
 
         try:
             checkpoint = self._workspace.run(run).latest_checkpoint()
-            return load_tokenizer(checkpoint.path) if checkpoint is not None else None
+            if checkpoint is None:
+                return None
+            if odd := [
+                one.name for one in checkpoint.path.iterdir() if not (one.is_file() or one.is_dir())
+            ]:
+                raise ConfigError(f"{checkpoint.path / odd[0]} is no regular file")
+            return load_tokenizer(checkpoint.path)
         except (LudusError, OSError, ValueError, KeyError) as error:
             _log.warning("no tokenizer of %s: %s", run, error)
             return None

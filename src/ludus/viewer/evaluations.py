@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ludus.core.messages import Json
-from ludus.observe import RunFolder, TrajectoryFile
+from ludus.observe import RunFolder, TrajectoryFile, read_regular
 
 SETTINGS, MODEL, EPISODES, PARTS = "settings.json", "model.json", "episodes.parquet", "parts"
 
@@ -49,7 +49,7 @@ class EvaluationFolder(RunFolder):
     def _files(self) -> Iterator[Path]:
         if (self.path / EPISODES).is_file():
             yield self.path / EPISODES
-        yield from sorted((self.path / PARTS).glob("*.parquet"))
+        yield from sorted(one for one in (self.path / PARTS).glob("*.parquet") if one.is_file())
 
 
 def find_evaluations(results: Path) -> Iterator[EvaluationFolder]:
@@ -68,5 +68,5 @@ def find_evaluations(results: Path) -> Iterator[EvaluationFolder]:
 
 
 def _table(path: Path) -> Json:
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = json.loads(read_regular(path))
     return found if isinstance(found, dict) else {"(damaged)": f"{path.name} is no table"}

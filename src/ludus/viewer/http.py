@@ -17,6 +17,7 @@ from aiohttp import web
 
 from ludus.core.messages import Json
 from ludus.core.trajectory import Trajectory
+from ludus.observe import read_regular
 from ludus.observe.media import MediaStore
 from ludus.viewer.access import Access
 from ludus.viewer.comparison import evaluated_steps, paired_runs, recipe_difference, task_history
@@ -259,7 +260,7 @@ class ViewerApi:
         if path is None or not path.resolve().is_relative_to(self._workspace.root):
             return None
         with suppress(OSError):
-            return path.read_bytes()
+            return read_regular(path)
         return None
 
     # Export.

@@ -22,7 +22,7 @@ from typing import Any
 from ludus.core.failures import LudusError
 from ludus.core.messages import Json, Message
 from ludus.core.trajectory import Trajectory
-from ludus.observe import atomic_write
+from ludus.observe import atomic_write, read_regular
 
 _MOST_LABELS = 100_000
 _MOST_NOTE = 4_000
@@ -125,7 +125,7 @@ class LabelStore:
 
     def _rows(self, name: str) -> list[Json]:
         try:
-            lines = (self.folder / name).read_bytes().split(b"\n")
+            lines = read_regular(self.folder / name).split(b"\n")
         except OSError:
             return []
         rows = []

@@ -28,7 +28,7 @@ class ViewerConfig:
     port: int = 0
     """0 is any free port."""
     token: str | None = None
-    """Asked of everybody; one is made up where other machines can reach the address."""
+    """Asked of everybody; one is made up where other machines can reach the address, or tools can be called."""
     play: tuple[Recipe, Parts] | None = None
     sync_seconds: float = 1.5
     """How often to look for new episodes."""
@@ -48,7 +48,7 @@ class ViewerServer:
 
         self._config = config
         self.token = config.token
-        if self.token is None and not is_on_loopback(config.host):
+        if self.token is None and (config.play is not None or not is_on_loopback(config.host)):
             self.token = secrets.token_urlsafe(24)
         check_exposure(config.host, self.token)
         self._room = PlayRoom(*config.play) if config.play is not None else None

@@ -20,7 +20,7 @@ from typing import Any
 
 from ludus.core.failures import ConfigError, LudusError
 from ludus.core.messages import Json
-from ludus.observe import RunFolder, TrajectoryFile
+from ludus.observe import RunFolder, TrajectoryFile, open_regular, read_regular
 from ludus.viewer.evaluations import EvaluationFolder, find_evaluations
 
 _RECENT_SECONDS = 900.0
@@ -47,7 +47,7 @@ class MetricsTail:
     def refresh(self) -> list[Json]:
         """All rows so far. A file that was replaced or cut, as by a resumed run, is read again."""
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 status = os.fstat(file.fileno())
                 if (status.st_dev, status.st_ino) != self._inode or status.st_size < self._offset:
                     self.rows, self.torn, self._offset = [], 0, 0
@@ -134,7 +134,7 @@ class Workspace:
                     with suppress(OSError):
                         if not entry.is_dir() or not self._is_inside(entry):
                             continue
-                        if RunFolder(entry).is_run:
+                        if RunFolder(entry).is_run and self._is_inside(entry / "recipe.json"):
                             yield entry.name, RunFolder(entry)
                             continue
                         yield from ((one.name, one) for one in find_evaluations(entry))
@@ -184,7 +184,7 @@ class Workspace:
         run = self.run(name)
         with self._lock:
             tail = self._tails.setdefault(name, MetricsTail(run.metrics_path))
-            return list(tail.refresh())
+            return list(tail.refresh()) if self._is_inside(run.metrics_path) else []
 
     def torn_lines(self, name: str) -> int:
         """Lines of the metrics that could not be read."""
@@ -196,7 +196,7 @@ class Workspace:
         run = self.run(name)
         updated = _last_write(run)
         try:
-            holder = json.loads((run.path / ".lock").read_bytes()[:1000])
+            holder = json.loads(read_regular(run.path / ".lock")[:1000])
             pid, host = int(holder["pid"]), str(holder["host"])
         except (OSError, ValueError, KeyError, TypeError):
             return RunStatus(False, updated)
