@@ -641,3 +641,12 @@ def test_parts_of_the_wrong_kind_are_refused_before_there_is_a_folder(
     with pytest.raises(ConfigError, match=message):
         package.train(model="scratch", **given)
     assert not (project / "runs").exists()
+
+
+def test_the_help_of_synth_names_every_method() -> None:
+    from ludus.synth.method import METHODS
+
+    said = CliRunner().invoke(app, ["synth", "--help"], env={"COLUMNS": "120"})
+    lines = [line.strip().split(maxsplit=1) for line in said.stdout.splitlines()]
+    described = {words[0] for words in lines if len(words) == 2 and words[0] in METHODS}
+    assert described == set(METHODS)
