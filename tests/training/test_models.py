@@ -16,7 +16,7 @@ import torch
 
 from ludus.core import ConfigError, MissingExtraError
 from ludus.core.config import cache_folder
-from ludus.training import ModelConfig, check_source, load_model
+from ludus.training import ModelConfig, check_source, fit_tokenizer, load_model
 from ludus.training.models import loading as models
 from ludus.training.models.gguf import (
     LISTING,
@@ -433,3 +433,15 @@ def test_what_cannot_be_loaded_is_found_out_without_loading(tmp_path, monkeypatc
     (tmp_path / "notes.txt").write_text("notes")
     with pytest.raises(ConfigError, match=message):
         check_source(ModelConfig(**model))
+
+
+def test_a_tokenizer_is_fitted_to_the_beginnings_of_texts_and_to_so_many() -> None:
+    """Merging takes the square of a text's length: a row of 5 MB took over five minutes."""
+    words = ["apple ", "pear "]
+    texts = [words[0] * 200 + "x" * 9_000 + words[1] * 200, *(["plum " * 100] * 2_100), "quince " * 100]
+    vocabulary = fit_tokenizer(texts, 700).get_vocab()
+    known = ["apple" in key for key in vocabulary], ["plum" in key for key in vocabulary]
+    assert all(map(any, known))
+    assert not any("pea" in key or "quin" in key for key in vocabulary), (
+        "too late in its text, or of all"
+    )

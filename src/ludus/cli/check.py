@@ -379,7 +379,7 @@ async def anext_or_none(clauses: AsyncIterator[Clause]) -> Clause | None:
     return await anext(clauses, None)
 
 
-def _name_in(tasks: list[Task], reference: str) -> str:
+def _name_in(tasks: Sequence[Task], reference: str) -> str:
     """What the tasks call an environment that the command line has by a file or a module."""
     names = list(tasks[0].envs) if tasks else []
     if reference in names or not names:
@@ -393,7 +393,7 @@ def _name_in(tasks: list[Task], reference: str) -> str:
 
 
 async def _env(
-    factory: object, tasks: list[Task], name: str, isolation: Isolation | None = None
+    factory: object, tasks: Sequence[Task], name: str, isolation: Isolation | None = None
 ) -> Findings:
     if not callable(factory):
         raise ConfigError(f"the environment {name!r} is not a class or a function that makes one")

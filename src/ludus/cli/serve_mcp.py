@@ -108,7 +108,7 @@ def _tasks_of(worlds: list[str], tasks: str | None) -> list[Task]:
     from ludus.rollouts.tasksets import load_tasks
 
     if tasks is not None:
-        return load_tasks(tasks)
+        return list(load_tasks(tasks))
     if len(worlds) == 1 and worlds[0] in WORLDS:
         return list(WORLDS[worlds[0]].tasks("held_out"))
     return [Task("start")] if worlds else []

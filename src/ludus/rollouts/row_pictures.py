@@ -23,7 +23,7 @@ def with_row_pictures(row: Any, folder: Path | None, where: str) -> Any:
     picture of its own, {"type": "image"}, takes the next one of the column `images`. What is no picture, too
     large or cut off is refused, with `where`.
     """
-    if not isinstance(row, Mapping):
+    if not isinstance(row, Mapping) or not any(isinstance(value, list) for value in row.values()):
         return row
     try:
         found = {name: _messages(value, row, folder, where) for name, value in row.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from ludus.core.task import Task, numbered
 from ludus.core.user_code import error_with_location
 from ludus.core.user_files import file_problem, json_lines, read_user_json, read_user_text
 from ludus.rollouts.row_pictures import with_row_pictures
+from ludus.rollouts.task_file import TaskFile, is_large
 
 DATASET = "dataset:"
 """How a Hugging Face dataset is named: dataset:NAME:CONFIG@SPLIT; without them its own config, and train."""
@@ -23,13 +24,34 @@ SOURCES = {
 """Task sets of others, by what stands before the colon, as in reasoning_gym:leg_counting@held_out."""
 FILES = (".jsonl", ".json", ".parquet")
 """The files that hold rows: JSON lines, a JSON list, Parquet."""
+MOST_CHARACTERS = 4_000_000
+"""Of a row's texts; a million tokens are about as many."""
+_TEXTS = frozenset({"prompt", "messages", "completion", "chosen", "rejected"})
+"""What a model reads of a row."""
+_CHECKED = frozenset({"messages", "envs", "system", "metadata"})
+"""What else makes a task."""
 Columns = Mapping[str, str]
 """Which column is which field: {"prompt": "question"}; a dot reaches into one: "reward_model.ground_truth"."""
 
 
-def load_tasks(source: str, columns: Columns | None = None) -> list[Task]:
-    """Tasks from a file (`FILES`), dataset:NAME:CONFIG@SPLIT, a set of others (`SOURCES`), or code."""
+def load_tasks(source: str, columns: Columns | None = None) -> Sequence[Task]:
+    """Tasks from a file (`FILES`), dataset:NAME:CONFIG@SPLIT, a set of others (`SOURCES`), or code.
+
+    Those of a large file of JSON lines are all checked, and parsed again when they are asked for.
+    """
+    if source.endswith(".jsonl") and not source.startswith(DATASET) and is_large(source):
+        return tasks_of_lines(source, columns)
     return _parsed(read_rows(source, columns), source)
+
+
+def tasks_of_lines(source: str, columns: Columns | None = None) -> TaskFile:
+    """The tasks of a file of JSON lines, each parsed when it is asked for."""
+    prepared = _prepared(source, columns)
+    return TaskFile(
+        source,
+        read=lambda where, row: _task(where, prepared(where, row)),
+        check=lambda where, row: _id_of(where, prepared(where, row)),
+    )
 
 
 def is_rows(source: str) -> bool:
@@ -66,12 +88,44 @@ def read_rows(source: str, columns: Columns | None = None) -> Iterator[tuple[str
             f"{source!r} is no source of data; give a .jsonl, .json or .parquet file, "
             "'module:function', or 'dataset:NAME@SPLIT' ('dataset:NAME:CONFIG@SPLIT')"
         )
+    prepared = _prepared(source, columns)
+    for where, row in rows:
+        yield where, prepared(where, row)
+
+
+def _prepared(source: str, columns: Columns | None) -> Callable[[str, Any], Any]:
+    """How a row of a source is read: its columns called as `columns` says, its pictures in their places."""
     has_gaps = source.startswith(DATASET) or source.endswith(".parquet")
     folder = Path(source).parent if source.endswith(FILES) and not source.startswith(DATASET) else None
-    for where, row in rows:
+
+    def prepared(where: str, row: Any) -> Any:
         named = _renamed(row, columns, where) if columns else row
         whole = _without_gaps(named) if has_gaps else named
-        yield where, with_row_pictures(whole, folder, where) if is_rows(source) else whole
+        _refuse_long(where, whole)
+        return with_row_pictures(whole, folder, where) if is_rows(source) else whole
+
+    return prepared
+
+
+def _refuse_long(where: str, row: Any) -> None:
+    """Refuse what no context holds: tokenizers would work at it for minutes, and hear of no signal."""
+    if not isinstance(row, Mapping):
+        return
+    for name in _TEXTS & row.keys():
+        if (size := _characters(row[name])) > MOST_CHARACTERS:
+            raise ConfigError(
+                f"{where}: {name!r} has {size:,} characters, and may have {MOST_CHARACTERS:,}: shorten it, or "
+                "leave the row out"
+            )
+
+
+def _characters(value: Any) -> int:
+    """Of all text in there; pictures in it are none."""
+    if isinstance(value, str):
+        return 0 if value.startswith("data:") else len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_characters, value.values()))
+    return sum(map(_characters, value)) if isinstance(value, list | tuple) else 0
 
 
 def parse_tasks(rows: Iterable[Task | Mapping[str, Any]], source: str) -> list[Task]:
@@ -87,10 +141,7 @@ def _parsed(rows: Iterable[tuple[str, Any]], source: str) -> list[Task]:
     tasks: list[Task] = []
     places: dict[str, str] = {}
     for where, row in rows:
-        try:
-            task = Task.parse(row)
-        except ValueError as error:
-            raise ConfigError(f"{where}, is not a task: {error}{_hint(row)}") from None
+        task = _task(where, row)
         if task.id and (first := places.setdefault(task.id, where)) != where:
             raise ConfigError(
                 f"two tasks have the id {task.id!r:.200}: {first}, and {where}; ids must be unique within a "
@@ -103,6 +154,20 @@ def _parsed(rows: Iterable[tuple[str, Any]], source: str) -> list[Task]:
         return numbered(tasks)
     except ValueError as error:
         raise ConfigError(f"{source}: {error}") from None
+
+
+def _task(where: str, row: Any) -> Task:
+    try:
+        return Task.parse(row)
+    except ValueError as error:
+        raise ConfigError(f"{where}, is not a task: {error}{_hint(row)}") from None
+
+
+def _id_of(where: str, row: Any) -> str:
+    """The id of a row that is a task. Most rows are a prompt and metadata, of which nothing can be wrong."""
+    if isinstance(row, dict) and isinstance(row.get("prompt"), str) and not _CHECKED & row.keys():
+        return str(row.get("id", ""))
+    return _task(where, row).id
 
 
 def _hint(row: Any) -> str:

@@ -28,6 +28,7 @@ from ludus.core.messages import Json, Message
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory, is_success
 from ludus.core.user_files import read_user_json
+from ludus.rollouts.task_file import map_tasks
 
 _WORD = re.compile(r"\w+")
 _MOST_GOALS = 5
@@ -123,10 +124,10 @@ def similar_workflows(
     return [one for _, one in good[: config.best]]
 
 
-def with_workflows(tasks: Sequence[Task], config: WorkflowConfig) -> list[Task]:
+def with_workflows(tasks: Sequence[Task], config: WorkflowConfig) -> Sequence[Task]:
     """The same tasks, each with the most similar workflows in its system message."""
     workflows = load_workflows(config.file)
-    return [_told(task, similar_workflows(workflows, task, config)) for task in tasks]
+    return map_tasks(lambda task: _told(task, similar_workflows(workflows, task, config)), tasks)
 
 
 def _told(task: Task, found: Sequence[Workflow]) -> Task:

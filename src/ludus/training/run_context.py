@@ -148,11 +148,13 @@ class RunContext:
         seed, most = self.recipe.seed, self.recipe.max_failures
         if not callable(shown):
             return await demonstrate(self.rollout, parts, [], seed, max_failures=most)
-        places = [(one, task) for one in self.task_sets for task in one.tasks]
-        drawn = set(shuffled(len(places), key(seed, "demonstrations"))[:needed])
+        total = sum(len(one.tasks) for one in self.task_sets)
+        drawn = sorted(shuffled(total, key(seed, "demonstrations"))[:needed])
         found: list[Trajectory] = []
+        first = 0
         for one in self.task_sets:
-            tasks = [t for place, (of, t) in enumerate(places) if of is one and place in drawn]
+            tasks = [one.tasks[n - first] for n in drawn if first <= n < first + len(one.tasks)]
+            first += len(one.tasks)
             found += (
                 await demonstrate(one.rollout, parts, tasks, seed, max_failures=most) if tasks else []
             )
@@ -160,7 +162,7 @@ class RunContext:
 
     def held_out(self, most: int | None = None) -> list[list[Task]]:
         """The held-out tasks of each task set, which may have none."""
-        return [list(one.held_out)[:most] for one in self.task_sets]
+        return [list(one.held_out[:most]) for one in self.task_sets]
 
     async def measure(
         self,
@@ -386,7 +388,7 @@ async def tool_specs(rollout: Rollout, parts: Parts) -> list[ToolSpec]:
 async def play_expert(
     rollout: Rollout,
     expert: Expert,
-    tasks: list[Task],
+    tasks: Sequence[Task],
     seed: int,
     max_failures: float = 0.5,
 ) -> list[Trajectory]:

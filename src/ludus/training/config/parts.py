@@ -19,6 +19,7 @@ from ludus.envs import Env, env_name, load_env
 from ludus.rewards import build_group_reward, build_reward
 from ludus.rewards.scorer import rewards_by_name
 from ludus.rollouts.agent import Agent, Expert
+from ludus.rollouts.task_file import map_tasks
 from ludus.rollouts.tasksets import FILES, Columns, is_rows, load_tasks, parse_tasks
 from ludus.rollouts.workflows import with_workflows
 from ludus.tools.library import build_toolset, tools_named
@@ -34,8 +35,8 @@ from ludus.training.data.conversations import Conversation, parse_conversations,
 class Parts:
     """What is not data: tasks, tools, environments, rewards, the agent, the demonstrations."""
 
-    tasks: list[Task] = field(default_factory=list)
-    held_out: list[Task] = field(default_factory=list)
+    tasks: Sequence[Task] = ()
+    held_out: Sequence[Task] = ()
     tools: Sequence[Any] = ()
     """Functions, tools, tool sets, or what a recipe calls them."""
     envs: dict[str, Callable[[], Env]] = field(default_factory=dict)
@@ -209,20 +210,21 @@ def demonstrations_of(config: SFTConfig, recipe: Recipe, parts: Parts) -> Any:
     return read_demonstrations(source, config.columns)
 
 
-def with_system(tasks: Sequence[Task], recipe: Recipe) -> list[Task]:
+def with_system(tasks: Sequence[Task], recipe: Recipe) -> Sequence[Task]:
     """The tasks, each with the recipe's system message unless it has one of its own."""
     if recipe.agent.system is None:
-        return list(tasks)
+        return tasks
     system = Message("system", recipe.agent.system)
-    return [
-        task
-        if task.messages and task.messages[0].role == "system"
-        else replace(task, messages=(system, *task.messages))
-        for task in tasks
-    ]
+
+    def told(task: Task) -> Task:
+        if task.messages and task.messages[0].role == "system":
+            return task
+        return replace(task, messages=(system, *task.messages))
+
+    return map_tasks(told, tasks)
 
 
-def _with_memory(tasks: list[Task], recipe: Recipe, *, is_held_out: bool) -> list[Task]:
+def _with_memory(tasks: Sequence[Task], recipe: Recipe, *, is_held_out: bool) -> Sequence[Task]:
     """The tasks with workflows of earlier runs; held-out ones only where the recipe says so."""
     memory = recipe.agent.workflows
     if memory is None or (is_held_out and not memory.held_out):

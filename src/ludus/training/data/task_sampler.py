@@ -8,6 +8,7 @@ Everything is a function of seed, position and weights, so that a resumed run se
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -59,6 +60,8 @@ class TaskSampler:
     sets: Sequence[TaskSet]
     seed: int
     cursors: list[Cursor] = field(default_factory=list)
+    difficulties: dict[int, Sequence[float]] = field(default_factory=dict)
+    """Of the tasks of those sets that a curriculum has been asked about; copies share them."""
 
     def __post_init__(self) -> None:
         names = [one.name for one in self.sets]
@@ -108,10 +111,14 @@ class TaskSampler:
         """The places of the set's next `size` tasks."""
         one, cursor = self.sets[number], self.cursors[number]
 
-        def fits(task: Task) -> bool:
-            return hardest is None or difficulty_of(task) <= hardest
+        if hardest is not None and number not in self.difficulties:
+            self.difficulties[number] = array("d", map(difficulty_of, one.tasks))
+        known = self.difficulties.get(number, ())
 
-        if not any(map(fits, one.tasks)):
+        def fits(index: int) -> bool:
+            return hardest is None or known[index] <= hardest
+
+        if not any(map(fits, range(len(one.tasks)))):
             raise ConfigError(
                 f"no task of the set {one.name!r} has a difficulty of at most {hardest:g}; start the "
                 "curriculum of tasks.difficulty higher"
@@ -123,7 +130,7 @@ class TaskSampler:
             if len(chosen) == size:
                 break
             place += 1
-            if fits(one.tasks[index]):
+            if fits(index):
                 chosen.append(index)
         self.cursors[number] = replace(cursor, place=place)
         return chosen
@@ -165,7 +172,7 @@ def epoch_order(count: int, place: int, seed: int) -> Iterator[int]:
 @lru_cache(maxsize=16)
 def _epoch(count: int, seed: int) -> Sequence[int]:
     """The order of an epoch, which is asked for again with every task."""
-    return tuple(shuffled(count, seed))
+    return array("q", shuffled(count, seed))
 
 
 def next_sets(weights: Sequence[float], drawn: Sequence[int], size: int) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +252,8 @@ def scratch_model(config: ScratchConfig, tokenizer: Any, seed: int) -> nn.Module
 
 _TRAINED_BYTES = 16
 """Of each parameter: weight, gradient and Adam's two moments in float32; bfloat16 with masters has no less."""
+_LONGEST_FITTED, _MOST_FITTED = 10_000, 1_000_000
+"""Characters of a text, and of all, that a tokenizer is fitted to."""
 _LEAST_VOCABULARY = 256 + len(CONTROL_TOKENS)
 
 
@@ -300,7 +302,7 @@ def fit_tokenizer(corpus: Iterable[str], vocabulary: int) -> Any:
     )
     # the trainer does not know where control tokens will cut a text, so it is cut for it
     cut = re.compile("|".join(re.escape(token) for token in CONTROL_TOKENS))
-    pieces = (piece for text in corpus for piece in cut.split(text))
+    pieces = _fitted(piece for text in corpus for piece in cut.split(text))
     tokenizer.train_from_iterator((p.encode("utf-8", "replace").decode() for p in pieces), trainer)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -310,6 +312,17 @@ def fit_tokenizer(corpus: Iterable[str], vocabulary: int) -> Any:
     )
     fast.chat_template = CHATML
     return fast
+
+
+def _fitted(pieces: Iterable[str]) -> Iterator[str]:
+    """What of these texts is looked at. Merging takes the square of a piece's length: 100,000 take seconds."""
+    left = _MOST_FITTED
+    for piece in pieces:
+        if left <= 0:
+            return
+        shown = piece[: min(left, _LONGEST_FITTED)]
+        left -= len(shown)
+        yield shown
 
 
 def without_dropout(config: Any) -> list[str]:
