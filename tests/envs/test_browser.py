@@ -34,7 +34,7 @@ from ludus.envs.browser import (
 from ludus.envs.browser.accessibility import Numbers, layout_of, page_tree
 from ludus.envs.browser.actions import ActionProblem, BrowserAction, key_combination, parse_action
 from ludus.envs.browser.chromium import find_chromium
-from ludus.envs.browser.gateway import NetworkPolicy
+from ludus.envs.browser.gateway import Gateway, NetworkPolicy
 from ludus.envs.browser.tab import cut
 from ludus.envs.browser.webarena import (
     PageProblem,
@@ -233,6 +233,47 @@ def test_a_policy_knows_origins() -> None:
     assert [policy.allows(url) for url in refused] == [False] * len(refused)
     assert NetworkPolicy(("*",)).allows("https://anything.net:8443/x")
     assert not NetworkPolicy(("*",)).allows("file:///etc/passwd")
+
+
+@pytest.mark.parametrize(
+    ("origin", "is_reached"),
+    [
+        ("http://127.0.0.1:{port}", True),
+        ("*", False),
+        ("http://*:{port}", False),
+        ("http://127.*:{port}", False),
+        ("http://127.0.0.1*:{port}", False),
+    ],
+)
+@pytest.mark.parametrize("tunnel", [True, False])
+async def test_wildcards_do_not_reach_our_own_network(
+    origin: str, is_reached: bool, tunnel: bool
+) -> None:
+    """A name below a wildcard may be anybody's, and point to this machine or a cloud's metadata."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nsecret")
+        writer.close()
+
+    inside = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = inside.sockets[0].getsockname()[1]
+    gateway = Gateway(NetworkPolicy((origin.format(port=port),)))
+    await gateway.open()
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        get = f"GET http://127.0.0.1:{port}/ HTTP/1.1\r\nHost: x\r\n\r\n".encode()
+        if tunnel:
+            writer.write(f"CONNECT 127.0.0.1:{port} HTTP/1.1\r\n\r\n".encode())
+            said = await reader.readuntil(b"\r\n\r\n")
+            assert said.startswith(b"HTTP/1.1 200" if is_reached else b"HTTP/1.1 403")
+            get = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+        writer.write(get)
+        assert (b"secret" in await reader.read()) is is_reached
+        writer.close()
+    finally:
+        await gateway.close()
+        inside.close()
 
 
 # WebArena's files and evaluators --------------------------------------------------------------------

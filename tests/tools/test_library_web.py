@@ -319,6 +319,10 @@ async def test_a_redirect_to_a_private_address_is_refused(monkeypatch: pytest.Mo
         ("2002:0a00:0001::1", False),  # 6to4 of 10.0.0.1
         ("64:ff9b::a00:1", False),  # NAT64 of 10.0.0.1
         ("64:ff9b::5db8:d822", True),
+        ("64:ff9b:1::a00:1", False),  # somebody's own NAT64
+        ("::127.0.0.1", False),
+        ("::1", False),
+        ("::", False),
     ],
 )
 def test_public_addresses(address: str, public: bool) -> None:

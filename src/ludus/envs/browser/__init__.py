@@ -109,7 +109,7 @@ class Browser(Env):
         storage_state: str | None = None,
         geolocation: Mapping[str, float] | None = None,
     ) -> Observation:
-        """`url` is opened, several in tabs. Pages reach the origins of `url` and those `allowed` ("*": all).
+        """`url` is opened, several in tabs. Pages reach its origins and those `allowed` ("*": all public ones).
 
         `evaluation` is WebArena's `eval`. `names` has addresses under other names. `storage_state` is a file of
         cookies and local storage, as Playwright writes it.

@@ -36,7 +36,8 @@ class NetworkPolicy:
     """What a task's pages may reach."""
 
     origins: tuple[str, ...] = ()
-    """`http://localhost:7770`; `*` in a host stands for any characters; `*` alone is every public address."""
+    """`http://localhost:7770`; `*` in a host stands for any characters, and `*` alone for every origin. What is
+    reached by a `*` has to be a public address: our own network is for those that name it in full."""
     folders: tuple[tuple[str, str], ...] = ()
     """Names of hosts that are folders on this machine."""
 
@@ -54,10 +55,8 @@ class NetworkPolicy:
         return self.allows_port(parts.hostname, port, parts.scheme)
 
     def allows_port(self, host: str, port: int, *schemes: str) -> bool:
-        return "*" in self.origins or self.names_port(host, port, *schemes)
-
-    def names_port(self, host: str, port: int, *schemes: str) -> bool:
-        """Whether one of the origins is this one; `*` alone names nothing."""
+        if "*" in self.origins:
+            return True
         for origin in self.origins:
             wanted = urlsplit(origin)
             own_port = wanted.port or _PORTS.get(wanted.scheme, 0)
@@ -65,6 +64,10 @@ class NetworkPolicy:
             if is_host and port == own_port and (not schemes or wanted.scheme in schemes):
                 return True
         return False
+
+    def names_in_full(self, host: str, port: int) -> bool:
+        """Whether one of the origins is of this host and port, without a `*`."""
+        return (host.lower(), port) in [_host_and_port(one) for one in self.origins if "*" not in one]
 
     def names_site(self, url: str) -> bool:
         """Whether the task names the origin of this address in full, and so relies on it."""
@@ -203,7 +206,7 @@ class Gateway:
                 loop = asyncio.get_running_loop()
                 found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
                 addresses = [str(one[4][0]) for one in found]
-                if not self.policy.names_port(host, port):  # our own network is nobody's to find
+                if not self.policy.names_in_full(host, port):  # our own network is nobody's to find
                     addresses = [
                         one for one in addresses if is_public(ip_address(one.partition("%")[0]))
                     ]

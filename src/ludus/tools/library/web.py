@@ -326,11 +326,15 @@ def is_public(address: IPv4Address | IPv6Address) -> bool:
     """Whether an address is on the internet, and not in somebody's own network; what it stands for counts."""
     if isinstance(address, IPv6Address):
         inner = address.ipv4_mapped or address.sixtofour
-        if address.packed[:12] == bytes.fromhex("0064ff9b0000000000000000"):  # NAT64
+        if address.packed[:12] in (
+            bytes.fromhex("0064ff9b0000000000000000"),
+            bytes(12),
+        ):  # NAT64; as ::1.2.3.4
             inner = IPv4Address(address.packed[12:])
         if inner is not None:
             return is_public(inner)
-        if address.is_site_local or address.teredo is not None:
+        is_own_nat64 = address.packed[:6] == bytes.fromhex("0064ff9b0001")
+        if address.is_site_local or address.teredo is not None or is_own_nat64:
             return False
     return address.is_global and not address.is_multicast
 
