@@ -8,12 +8,13 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from ludus.core.concurrency import busy_locations
 from ludus.core.failures import ConfigError, Failure, Fault, LudusError, MissingExtraError
-from ludus.core.messages import Message, ToolCall, ToolContext, ToolResult, ToolSet
+from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSet
 from ludus.core.registry import load_reference
 from ludus.core.task import Task, spread
 from ludus.core.trajectory import is_success
@@ -132,10 +133,10 @@ async def _set_findings(plan: TaskSetSpec, call_tools: bool | None, seconds: flo
 
 def _pictures(parts: Parts) -> Findings:
     """Every picture of the tasks and demonstrations, decoded as a run would decode it."""
-    shown: list[Sequence[Message]] = [task.messages for task in (*parts.tasks, *parts.held_out)]
-    if parts.demonstrations is not None and not callable(parts.demonstrations):
-        shown += parts.demonstrations
-    messages = [message for one in shown for message in one if message.media]
+    tasks = (task.messages for task in chain(parts.tasks, parts.held_out))
+    shown = parts.demonstrations
+    conversations = () if shown is None or callable(shown) else shown
+    messages = [message for one in chain(tasks, conversations) for message in one if message.media]
     if not messages:
         return []
     try:
@@ -168,15 +169,15 @@ def _in_both(tasks: Sequence[Task], held_out: Sequence[Task]) -> list[str]:
     Where that does not tell training tasks apart, their names do: an environment draws its seed from them.
     """
     seen = {_content(task) for task in tasks}
-    if len(seen) < len({task.id for task in tasks}):
+    if len(seen) < len(tasks):
         ids = {task.id for task in tasks}
         return [task.id for task in held_out if task.id in ids and _content(task) in seen]
     return [task.id for task in held_out if _content(task) in seen]
 
 
-def _content(task: Task) -> str:
+def _content(task: Task) -> int:
     """All of a task but its name: what its answer is, or its sandbox holds, may be the only difference."""
-    return repr((task.messages, task.target, task.envs, task.metadata))
+    return hash(repr((task.messages, task.target, task.envs, task.metadata)))
 
 
 @asynccontextmanager
