@@ -76,7 +76,7 @@ class TaskFile(Sequence[Task]):
             self._refuse_repeats(np.frombuffer(names, np.int64))
 
     def mapped(self, change: Callable[[Task], Task]) -> TaskFile:
-        """The same tasks, each changed when it is asked for."""
+        """These tasks, each changed when it is asked for."""
         other = copy.copy(self)
         other._changes = (*self._changes, change)
         return other

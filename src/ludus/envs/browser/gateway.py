@@ -206,7 +206,7 @@ class Gateway:
                 loop = asyncio.get_running_loop()
                 found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
                 addresses = [str(one[4][0]) for one in found]
-                if not self.policy.names_in_full(host, port):  # our own network is nobody's to find
+                if not self.policy.names_in_full(host, port):  # our own network has to be named
                     addresses = [
                         one for one in addresses if is_public(ip_address(one.partition("%")[0]))
                     ]
