@@ -435,7 +435,8 @@ async def test_a_reward_is_a_number_that_can_be_trained_on(value: Any) -> None:
         _, first = await served.post(chat(user("a")))
         for more in ({}, {"completion": first["id"]}):
             status, said = await served.post({"reward": value, **more}, "reward")
-            assert status == 400 and "between -1,000,000 and 1,000,000" in said["error"]["message"]
+            why = "NaN is not" if value != value else "between -1,000,000 and 1,000,000"
+            assert status == 400 and why in said["error"]["message"]
         said = [user("a"), first["choices"][0]["message"], user("b")]
         assert (await served.post(chat(*said), x_ludus_reward=str(value)[:50]))[0] == 400
         await served.service.end(served.session)

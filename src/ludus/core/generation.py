@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from numbers import Integral
 from typing import Protocol, runtime_checkable
-
-import numpy as np
 
 from ludus.core.messages import MediaSpan
 
@@ -46,7 +45,7 @@ _ALLOWED = {
 
 
 def _is_whole(value: object, least: int, most: int) -> bool:
-    return isinstance(value, int | np.integer) and bool(least <= value <= most)
+    return isinstance(value, Integral) and least <= int(value) <= most
 
 
 @dataclass(frozen=True, slots=True)
