@@ -38,7 +38,11 @@ from ludus.tools.remote_http import in_order, normalized, unsendable
 from ludus.tools.wire import result_from_json, result_to_json, task_from_json, task_to_json
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )
@@ -313,3 +317,4 @@ def test_a_result_that_is_none_is_named_by_its_field(raw: dict[str, Any], place:
 def test_plain_arguments_can_be_sent(arguments: dict[str, Any]) -> None:
     assert unsendable(arguments) == ""
     assert unsendable({"a": {1: arguments}}) and unsendable([arguments])
+    assert "not finite" in unsendable({"a": [arguments, float("inf")]})
