@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 from collections.abc import Sequence
 from contextlib import ExitStack
-from itertools import takewhile
 from pathlib import Path
 
 from rich.console import Console
@@ -27,7 +26,7 @@ from ludus.synth import Cost, SynthContext, SynthFolder, SynthResult, write_resu
 from ludus.synth.quality.pipeline import QualityConfig, QualityPipeline
 from ludus.training.config.parts import Parts
 from ludus.training.config.recipe import Recipe
-from ludus.training.data.conversations import read_conversations
+from ludus.training.data.conversations import asked, read_conversations
 
 _MOST_TOKENS = 1_000_000
 
@@ -67,8 +66,7 @@ def read_examples(file: Path) -> list[Trajectory]:
         return read_trajectories(file)
     found = []
     for number, conversation in enumerate(read_conversations(file)):
-        prompt = tuple(takewhile(lambda message: message.role != "assistant", conversation))
-        task = Task(f"{file.stem}-{number}", prompt)
+        task = Task(f"{file.stem}-{number}", tuple(asked(conversation)))
         found.append(Trajectory(task, messages=list(conversation), stop=StopReason.ANSWERED))
     return found
 

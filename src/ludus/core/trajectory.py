@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import takewhile
 from typing import Any, Literal, Protocol
 
 from ludus.core.failures import Failure, Fault
@@ -237,6 +238,15 @@ class Trajectory:
     @property
     def actions(self) -> list[Segment]:
         return [segment for sequence in self.sequences for segment in sequence.actions]
+
+    @property
+    def asked(self) -> list[Message]:
+        """The messages before the model's first: the task's, whoever speaks in them, as the episode began."""
+        given = self.task.messages
+        begins = [m.role for m in self.messages[: len(given)]] == [m.role for m in given]
+        start = len(given) if begins else 0  # environments may have added to the text of the last one
+        more = takewhile(lambda message: message.role != "assistant", self.messages[start:])
+        return [*self.messages[:start], *more]
 
     @property
     def own_segments(self) -> list[Segment]:

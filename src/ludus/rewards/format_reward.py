@@ -119,10 +119,7 @@ def has_tags(text: str, tags: Sequence[str], only: bool = False) -> bool:
 
 def _action_texts(trajectory: Trajectory) -> list[str]:
     """The text of each action, without assistant messages that the task itself brought."""
-    given = len(trajectory.task.messages)
-    own = trajectory.messages
-    if tuple(own[:given]) == trajectory.task.messages:
-        own = own[given:]
+    own = trajectory.messages[len(trajectory.asked) :]
     return [message.content for message in own if message.role == "assistant"]
 
 

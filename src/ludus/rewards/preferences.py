@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, takewhile
+from itertools import combinations
 from typing import Any, Literal
 
 from ludus.core.messages import Json, Message
@@ -117,7 +117,7 @@ def _unordered(row: Mapping[str, Any]) -> str:
 
 def _asked(trajectory: Trajectory) -> list[Message] | None:
     """What stands before the first action; None where nothing was said after it."""
-    asked = list(takewhile(lambda message: message.role != "assistant", trajectory.messages))
+    asked = trajectory.asked
     return asked if asked and len(asked) < len(trajectory.messages) else None
 
 

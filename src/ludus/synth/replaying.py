@@ -85,7 +85,8 @@ class RecordedEngine:
 
 def recorded_actions(trajectory: Trajectory, renderer: Renderer) -> list[Completion]:
     """The actions of an episode as they were sampled; written anew where another tokenizer has sampled them."""
-    said = [message for message in trajectory.messages if message.role == "assistant"]
+    after = trajectory.messages[len(trajectory.asked) :]
+    said = [message for message in after if message.role == "assistant"]
     sampled = [
         Completion(
             list(action.tokens),
@@ -146,9 +147,8 @@ async def replay(
 
 def observed(trajectory: Trajectory) -> list[str]:
     """What the model read after its first action, in order."""
-    messages = trajectory.messages
-    first = next((i for i, one in enumerate(messages) if one.role == "assistant"), len(messages))
-    return [one.content for one in messages[first:] if one.role != "assistant"]
+    after = trajectory.messages[len(trajectory.asked) :]
+    return [one.content for one in after if one.role != "assistant"]
 
 
 def first_difference(recorded: Trajectory, played: Trajectory) -> str:

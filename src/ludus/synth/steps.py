@@ -47,7 +47,7 @@ class EpisodeStep:
 def steps_of(trajectory: Trajectory, parse: Parse | None = None) -> list[EpisodeStep]:
     """The steps of an episode, in order."""
     steps: list[EpisodeStep] = []
-    for message in trajectory.messages:
+    for message in trajectory.messages[len(trajectory.asked) :]:
         if message.role == "assistant":
             said = _outside_calls(message, parse)
             steps.append(EpisodeStep(said, message.tool_calls, ()))

@@ -2,7 +2,7 @@
 
     labels.jsonl        every label: {"prompt", "completion", "label": true | false, "score", "note", ...}
                         (KTO and reward models read it)
-    good.jsonl          the good ones as conversations {"messages"}: SFT imitates them
+    good.jsonl          the good ones {"prompt", "completion"}: SFT imitates them
     preferences.jsonl   {"prompt", "chosen", "rejected"}: DPO, IPO, SimPO and reward models read it
 
 An episode has one label, and two episodes one preference: saying it again replaces what was said. Files are
@@ -15,7 +15,6 @@ import json
 import threading
 import time
 from collections.abc import Sequence
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +79,7 @@ class LabelStore:
             good = [row for row in rows if row.get("label") is True]
             self._write(
                 "good.jsonl",
-                [
-                    {"messages": [*row["prompt"], *row["completion"]], "episode": row["episode"]}
-                    for row in good
-                ],
+                [{name: row[name] for name in ("prompt", "completion", "episode")} for row in good],
             )
         return {"labels": len(rows), "good": len(good)}
 
@@ -149,9 +145,8 @@ class LabelStore:
 
 def split_messages(trajectory: Trajectory) -> tuple[list[Json], list[Json]]:
     """What was asked, and what followed from the model's first message on, as chat messages."""
-    messages = trajectory.messages or list(trajectory.task.messages)
-    asked = list(takewhile(lambda message: message.role != "assistant", messages))
-    said = messages[len(asked) :]
+    asked = trajectory.asked
+    said = trajectory.messages[len(asked) :]
     if not asked or not said:
         raise LabelError("the model said nothing in this episode, so there is nothing to learn from it")
     return [_chat(one) for one in asked], [_chat(one) for one in said]

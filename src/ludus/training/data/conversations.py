@@ -4,6 +4,9 @@ A row is read in the forms that people have: `messages` (or ShareGPT's `conversa
 `completion`, `prompt` with `chosen` and `rejected`, and `label` beside a conversation. Answers are texts or
 messages. They are rendered to tokens here, with the tokenizer that will learn from them: stored tokens would be
 another tokenizer's.
+
+What the assistant says is learned, but not in a `prompt` that a row gives or a recorded task brings, nor where
+both sides of a pair begin alike: there it is read (`PromptedConversation`), as TRL has it.
 """
 
 from __future__ import annotations
@@ -29,6 +32,19 @@ from ludus.rollouts.tasksets import Columns, read_rows
 
 Conversation = Sequence[Message]
 T = TypeVar("T")
+
+
+class PromptedConversation(list[Message]):
+    """A conversation with a beginning that is read and not learned, whoever speaks in it."""
+
+    def __init__(self, messages: Iterable[Message], prompt: int = 0, shared: int = 0) -> None:
+        super().__init__(messages)
+        self.prompt = prompt
+        """So many messages are a prompt: rendered at once, as that of a task is."""
+        self.shared = shared
+        """So many messages are the other side's as well: rendered turn by turn, as they were said."""
+
+
 _VERDICTS = {"chosen": 1.0, "rejected": 0.0, "tie": 0.5}
 
 
@@ -63,7 +79,7 @@ def read_conversations(source: str | Path, columns: Columns | None = None) -> li
     found: list[Conversation]
     if str(source).endswith(".parquet") and holds_trajectories(source):
         read = with_pictures(read_trajectories(source), Path(source))
-        found = [trajectory.messages for trajectory in read]
+        found = [episode_conversation(trajectory) for trajectory in read]
     else:
         what = 'a conversation {"messages": [...]} or {"prompt": ..., "completion": ...}'
         found = list(_parsed_rows(source, columns, what, _checked_conversation))
@@ -91,8 +107,11 @@ def read_scored_steps(source: str | Path, columns: Columns | None = None) -> lis
     if str(source).endswith(".parquet") and holds_trajectories(source):
         read = with_pictures(read_trajectories(source), Path(source))
         played = [one for one in read if one.turns]
-        found = [ScoredSteps(one.messages, tuple(a.reward for a in one.actions)) for one in played]
-        return [one for one in found if _assistants(one.messages) == len(one.scores)]
+        found = [
+            ScoredSteps(episode_conversation(one), tuple(a.reward for a in one.actions))
+            for one in played
+        ]
+        return [one for one in found if len(answers(one.messages)) == len(one.scores)]
     what = 'a conversation {"messages": [...], "scores": [...]}'
     return list(_parsed_rows(source, columns, what, _scored_steps))
 
@@ -137,12 +156,22 @@ def _checked_conversation(row: Any) -> Conversation:
     return _said(conversation)
 
 
+def episode_conversation(trajectory: Trajectory) -> PromptedConversation:
+    """What was said in an episode, with what it began with as the prompt."""
+    return PromptedConversation(trajectory.messages, prompt=len(trajectory.asked))
+
+
 def _said(conversation: Conversation) -> Conversation:
     """Refuse an answer that is empty: to imitate it is to learn to say nothing."""
-    answers = [message for message in conversation if message.role == "assistant"]
-    if answers and not any(one.content.strip() or one.tool_calls or one.media for one in answers):
+    said = answers(conversation)
+    if said and not any(one.content.strip() or one.tool_calls or one.media for one in said):
         raise ValueError("the assistant says nothing in it: the answer is empty; leave the row out")
     return conversation
+
+
+def answers(conversation: Conversation) -> list[Message]:
+    """What the assistant says, but for a prompt."""
+    return [one for one in conversation[len(asked(conversation)) :] if one.role == "assistant"]
 
 
 def _conversation(row: Mapping[str, Any]) -> list[Message]:
@@ -168,26 +197,36 @@ def _messages(given: Any) -> list[Message]:
     return parse_messages([given] if isinstance(given, Mapping) else given)
 
 
-def _after(prompt: Any, answer: Any) -> list[Message]:
+def _after(prompt: Any, answer: Any) -> PromptedConversation:
     """An answer with its prompt, which is text or messages, and in many files stands in both places."""
     said = _messages(answer)
     if isinstance(prompt, str):
-        asked = [Message("user", prompt)] if said and said[0].role == "assistant" else []
+        given = [Message("user", prompt)] if said and said[0].role == "assistant" else []
     else:
-        asked = parse_messages(prompt or ())
-    return said if said[: len(asked)] == asked else [*asked, *said]
+        given = parse_messages(prompt or ())
+    whole = said if said[: len(given)] == given else [*given, *said]
+    return PromptedConversation(whole, prompt=len(given))
 
 
 def _pair(row: Mapping[str, Any]) -> tuple[Conversation, Conversation]:
     chosen, rejected = (_after(row.get("prompt"), _field(row, side)) for side in ("chosen", "rejected"))
     check_conversation(chosen)
     check_conversation(rejected)
-    if _asked(chosen) != _asked(rejected):
+    if asked(chosen) != asked(rejected):
         raise ConfigError(
             "what was chosen answers another question than what was rejected: up to the assistant's first "
             "message both must be the same"
         )
+    if not chosen.prompt:
+        chosen.shared = rejected.shared = _common(chosen, rejected)
     return chosen, rejected
+
+
+def _common(chosen: Conversation, rejected: Conversation) -> int:
+    """With how many messages both begin, so that something of each is left to learn."""
+    alike = takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
+    ends = (max(i for i, one in enumerate(c) if one.role == "assistant") for c in (chosen, rejected))
+    return min(sum(1 for _ in alike), *ends)
 
 
 def _preference(row: Mapping[str, Any]) -> Preference:
@@ -209,15 +248,11 @@ def _scored_steps(row: Mapping[str, Any]) -> ScoredSteps:
         one is None or (isinstance(one, int | float) and math.isfinite(one)) for one in scores
     ):
         raise ValueError(f"scores are a list of numbers or null, not {scores!r:.80}")
-    if len(scores) != _assistants(conversation):
+    if len(scores) != len(answers(conversation)):
         raise ValueError(
-            f"there are {len(scores)} scores for {_assistants(conversation)} messages of the assistant's"
+            f"there are {len(scores)} scores for {len(answers(conversation))} messages of the assistant's"
         )
     return ScoredSteps(conversation, tuple(None if one is None else float(one) for one in scores))
-
-
-def _assistants(conversation: Conversation) -> int:
-    return sum(message.role == "assistant" for message in conversation)
 
 
 def _labelled(row: Mapping[str, Any]) -> list[tuple[Conversation, bool]]:
@@ -233,14 +268,16 @@ def _labelled(row: Mapping[str, Any]) -> list[tuple[Conversation, bool]]:
     return [(bad, False)]
 
 
-def _asked(conversation: Conversation) -> list[Message]:
-    """What stands before the assistant's first message."""
-    return list(takewhile(lambda message: message.role != "assistant", conversation))
+def asked(conversation: Conversation) -> list[Message]:
+    """What stands before the first message that answers: the assistant's first after the prompt."""
+    given = conversation.prompt if isinstance(conversation, PromptedConversation) else 0
+    more = takewhile(lambda message: message.role != "assistant", conversation[given:])
+    return [*conversation[:given], *more]
 
 
 def check_conversation(conversation: Conversation) -> None:
     """Refuse what cannot be imitated, whatever the model."""
-    if not any(message.role == "assistant" for message in conversation):
+    if not answers(conversation):
         raise ConfigError("a conversation to imitate needs at least one message of the assistant's")
     if conversation[0].role == "assistant":
         raise ConfigError("a conversation to imitate must not start with the assistant")
@@ -249,10 +286,11 @@ def check_conversation(conversation: Conversation) -> None:
 def trajectory_of(
     conversation: Conversation, renderer: Renderer, tools: Sequence[ToolSpec]
 ) -> Trajectory:
-    """The conversation as an episode in which the assistant's messages are the actions."""
+    """The conversation as an episode in which the assistant's messages after the prompt are the actions."""
     check_conversation(conversation)
     try:
-        return _rendered(conversation, renderer, tools)
+        rendered = _rendered(conversation, renderer, tools)
+        return _only_read(rendered, getattr(conversation, "shared", 0))
     except PictureError as error:
         broken = undecodable_pictures(conversation)  # the error has the bytes' problem, not their origin
         raise ConfigError(next(broken, str(error))) from error
@@ -261,8 +299,11 @@ def trajectory_of(
 def _rendered(conversation: Conversation, renderer: Renderer, tools: Sequence[ToolSpec]) -> Trajectory:
     bound = renderer.bound(tools)
     trajectory = Trajectory(Task("", ()), stop=StopReason.ANSWERED)
+    trajectory.messages.extend(asked(conversation))
+    _observe(trajectory, trajectory.messages, bound, tools)
+    rest = conversation[len(trajectory.messages) :]
     turn = ""  # what was said in a turn that results do not close
-    for is_action, run in groupby(conversation, key=lambda message: message.role == "assistant"):
+    for is_action, run in groupby(rest, key=lambda message: message.role == "assistant"):
         messages = list(run)
         if not is_action:
             turn = turn if _observe(trajectory, messages, bound, tools) else ""
@@ -273,6 +314,14 @@ def _rendered(conversation: Conversation, renderer: Renderer, tools: Sequence[To
                 turn = turn if _observe(trajectory, [], bound, tools) else ""
             turn += _act(trajectory, message, bound, turn)
             trajectory.messages.append(message)
+    return trajectory
+
+
+def _only_read(trajectory: Trajectory, shared: int) -> Trajectory:
+    """The same, but what is said in the first `shared` messages is read and not learned."""
+    for action in trajectory.actions[: len(answers(trajectory.messages[:shared]))]:
+        action.kind, action.logprobs, action.finish = SegmentKind.OBSERVATION, None, None
+    trajectory.sequences = [one for one in trajectory.sequences if one.actions]
     return trajectory
 
 

@@ -18,7 +18,7 @@ from ludus.core.failures import ConfigError
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
 from ludus.rewards.scores import checked_name, checked_weight
-from ludus.training.data.conversations import Conversation
+from ludus.training.data.conversations import Conversation, answers, episode_conversation
 from ludus.training.reward_models.model import ABOUT, RewardModel, load_reward_model
 
 
@@ -101,9 +101,10 @@ class ModelReward:
     async def score(
         self, trajectory: Trajectory, task: Task, envs: Mapping[str, Any]
     ) -> dict[str, float]:
-        if not any(message.role == "assistant" for message in trajectory.messages):
+        conversation = episode_conversation(trajectory)
+        if not answers(conversation):
             return {}
-        scores_AH = await self._scorer.score(trajectory.messages)
+        scores_AH = await self._scorer.score(conversation)
         about = self._scorer.model.about
         shares_H = torch.sigmoid(scores_AH[-1].double() - torch.tensor(about.means).double()).tolist()
         found = dict(zip(about.heads, shares_H, strict=True))
@@ -138,11 +139,12 @@ class StepModelReward:
     async def score_turns(
         self, trajectory: Trajectory, task: Task, envs: Mapping[str, Any]
     ) -> list[float | None]:
-        said = sum(message.role == "assistant" for message in trajectory.messages)
+        conversation = episode_conversation(trajectory)
+        said = len(answers(conversation))
         if said != trajectory.turns or not said:
             return [
                 None
             ] * trajectory.turns  # several conversations in one episode: not known which is which
-        scores_AH = await self._scorer.score(trajectory.messages)
+        scores_AH = await self._scorer.score(conversation)
         about = self._scorer.model.about
         return [min(max(float(score), about.lowest), about.highest) for score in scores_AH[:, 0]]
