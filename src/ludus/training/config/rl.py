@@ -240,6 +240,11 @@ class RLConfig(BaseStageConfig):
             self.tree,
         )
 
+    def updates_before(self, step: int) -> int:
+        """The policy's updates that are planned for the steps before this one, counted from 0."""
+        warm_up = self.critic.warmup_steps if self.critic is not None else 0
+        return max(0, step - warm_up) * self.updates * self.epochs
+
     @property
     def algorithm_settings(self) -> dict[str, Any]:
         """What `load_algorithm` is called with."""

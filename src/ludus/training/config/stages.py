@@ -19,9 +19,10 @@ class OptimizerConfig(Config):
     learning_rate: float = Field(default=1e-6, gt=0)
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """The learning-rate schedule after the warm-up: constant, or down to a tenth of the peak."""
+    """The learning-rate schedule after the warm-up: constant, or down to a tenth of the peak over the updates
+    that are planned, whether or not each of them is taken."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps over which it rises from 0."""
+    """Planned updates over which it rises from 0."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay of matrices; vectors (norms, biases) have none."""
     betas: tuple[Decay, Decay] = (0.9, 0.99)

@@ -15,6 +15,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count, repeat
 from pathlib import Path
 from typing import Any
 
@@ -131,24 +132,32 @@ class Critic:
         return group.total(values_T)
 
     def learn(
-        self, rows: Sequence[Row], targets: ValueTargets, parts: Sequence[Sequence[int]]
+        self,
+        rows: Sequence[Row],
+        targets: ValueTargets,
+        parts: Sequence[Sequence[int]],
+        at: int | None = None,
     ) -> dict[str, float]:
-        """`passes` times over the step's rows, one update for each part; the last pass's mean metrics."""
+        """`passes` times over the step's rows, one update for each part; the last pass's mean metrics.
+
+        `at` is the place of the first of these updates in the plan.
+        """
         metrics: list[dict[str, float]] = []
+        places = count(at) if at is not None else repeat(None)
         for _ in range(self.config.passes):
-            metrics = [self._update(rows, targets, part) for part in parts]
+            metrics = [self._update(rows, targets, part, next(places)) for part in parts]
         self.updater.clear_gradients()
         return {shown: sum(m[name] for m in metrics) / len(metrics) for name, shown in NAMES.items()}
 
     def _update(
-        self, rows: Sequence[Row], targets: ValueTargets, part: Sequence[int]
+        self, rows: Sequence[Row], targets: ValueTargets, part: Sequence[int], at: int | None
     ) -> dict[str, float]:
         inside_T = row_mask(rows, part) & targets.used_T
         weights_T = by_token(torch.zeros(len(inside_T), dtype=torch.long), inside_T)
         budget = self.updater.micro_batch_tokens(len(rows[i].tokens) for i in part)
         loss = partial(self._loss, targets, weights_T)
         packed = pack_rows(rows, part, budget, self.updater.group.size, share=self._shares)
-        return self.updater.optimizer_step(packed, loss)
+        return self.updater.optimizer_step(packed, loss, at=at)
 
     def _loss(
         self, targets: ValueTargets, weights_T: Tensor, packed: PackedRows

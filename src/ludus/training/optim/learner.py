@@ -122,6 +122,7 @@ class Updater:
         batches: Iterable[B],
         loss: LossFunction[B],
         *,
+        at: int | None = None,
         measured: Iterable[B] = (),
         limits: Mapping[str, float] | None = None,
     ) -> dict[str, float]:
@@ -133,6 +134,8 @@ class Updater:
         Args:
             batches: What is learned from.
             loss: The loss of a micro-batch, and its metrics.
+            at: Its place among the `total_steps` that are planned, from 0, whether or not those before it were
+                taken: the learning rate is a function of it. When left out, all were.
             measured: What is in the metrics and has no gradient: a forward pass, a third of the cost.
             limits: Do not step where one of these metrics is above its limit. Reading it waits for the device.
         """
@@ -164,7 +167,7 @@ class Updater:
             if not has_gradient or any(metrics[name] > most for name, most in (limits or {}).items()):
                 self.clear_gradients()
                 return {name: value for name, value in metrics.items() if name != "loss"}
-            norm_1 = self._apply_gradients()
+            norm_1 = self._apply_gradients(self.steps_done if at is None else at)
             metrics = _step_metrics(rows, self.group, gradient_norm=norm_1) | shared
         if self.device.type == "cuda":
             self.clear_gradients()  # an engine on the same device has a use for their room
@@ -194,9 +197,9 @@ class Updater:
         attempt.skipped = self._gradients.end_failed_attempt()
         return len(attempt.lengths) == 1 and self._memory.checkpoint_all_layers()
 
-    def _apply_gradients(self) -> Tensor:
+    def _apply_gradients(self, at: int) -> Tensor:
         """Clip and step; the gradient's norm. The weights stay as they were if it is not finite."""
-        share = lr_factor(self.steps_done, self.total_steps, self.config)
+        share = lr_factor(at, self.total_steps, self.config)
         self.optimizer.set_rate(self.config.learning_rate * share)
         try:
             return self.optimizer.update(self._gradients.in_order())
@@ -293,12 +296,13 @@ class Learner(Updater):
         packs: Iterable[Pack],
         objective: Objective,
         *,
+        at: int | None = None,
         measured: Iterable[Pack] = (),
         limits: Mapping[str, float] | None = None,
     ) -> dict[str, float]:
         """One optimizer step on an objective of the trained tokens' log-probabilities."""
         loss = partial(self._loss, objective)
-        return self.optimizer_step(packs, loss, measured=measured, limits=limits)
+        return self.optimizer_step(packs, loss, at=at, measured=measured, limits=limits)
 
     def _loss(self, objective: Objective, packed: Pack) -> tuple[Tensor, Tensor, Metrics]:
         pack = packed.to(self.device)

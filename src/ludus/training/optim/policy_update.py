@@ -65,15 +65,17 @@ from ludus.training.optim.logprobs import action_logprobs, logprobs_of
 from ludus.training.rollout_worker import RolloutBatch
 
 
-def sft_step(learner: Learner, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """One step of supervised fine-tuning on the actions of these episodes."""
+def sft_step(
+    learner: Learner, trajectories: Sequence[Trajectory], at: int | None = None
+) -> dict[str, float]:
+    """One step of supervised fine-tuning on the actions of these episodes; `at` is its place in the plan."""
     rows = rows_of(trajectories)
     action_T = concat_masks(row.action_mask for row in rows)
     weights_T = by_token(trajectory_ids(rows), action_T)
     columns = Columns.of(rows, torch.zeros_like(weights_T), weights_T)
     budget = learner.micro_batch_tokens(len(row.tokens) for row in rows)
     packs = packs_of(rows, columns, budget, ranks=learner.group.size, share=learner.shares_prefixes)
-    return learner.step(packs, _negative_log_likelihood)
+    return learner.step(packs, _negative_log_likelihood, at=at)
 
 
 def _negative_log_likelihood(
@@ -198,6 +200,7 @@ def policy_update(
     critic: Critic | None,
     critic_only: bool = False,
     kl: float | None = None,
+    step: int | None = None,
 ) -> dict[str, float]:
     """The updates of one step, and their metrics.
 
@@ -213,6 +216,7 @@ def policy_update(
         critic: The value function; needed where the algorithm needs one.
         critic_only: Leave the policy as it is, as in a critic's warm-up.
         kl: The KL coefficient where it is not `config.kl`, as when it adapts.
+        step: The step of RL, counted from 0, for the learning rates; when left out, all updates were taken.
     """
     config = config if kl is None else config.model_copy(update={"kl": kl})
     algorithm = algorithm_of(config)
@@ -236,20 +240,22 @@ def policy_update(
     advantages = algorithm.estimate(experience.inputs)
     note_on_actions(experience, "advantages", advantages.advantages_T)
     if critic is not None and advantages.returns_T is not None:
-        metrics |= _update_critic(critic, experience, advantages.returns_T, config)
+        metrics |= _update_critic(critic, experience, advantages.returns_T, config, step)
     if critic_only:
         return metrics
     metrics["no_signal"] = float(not advantages.advantages_T[experience.trained_T].any())
     objective = PolicyObjective(algorithm, config, reference, learner.temperature)
     entropies = TokenNotes(len(experience.trained_T))
     measured: list[dict[str, float]] = []
-    for part in (part for _ in range(config.epochs) for part in experience.parts):
+    before = None if step is None else config.updates_before(step)
+    for place, part in enumerate(part for _ in range(config.epochs) for part in experience.parts):
         # the first update is always taken: it starts where the samples come from
         limit = config.target_kl if any(map(_is_taken, measured)) else None
         noting = replace(
             objective, entropies=entropies if len(measured) < len(experience.parts) else None
         )
-        measured.append(_update(learner, experience, advantages, part, noting, limit))
+        at = None if before is None else before + place
+        measured.append(_update(learner, experience, advantages, part, noting, limit, at))
         if limit is not None and measured[-1].get(OLD_KL, 0.0) > limit:
             measured[-1] = {name: measured[-1][name] for name in _OF_REFUSED}
             break
@@ -311,7 +317,7 @@ def _is_taken(update: dict[str, float]) -> bool:
 
 
 def _update_critic(
-    critic: Critic, experience: Experience, returns_T: Tensor, config: RLConfig
+    critic: Critic, experience: Experience, returns_T: Tensor, config: RLConfig, step: int | None
 ) -> dict[str, float]:
     """Let the critic learn the returns, wherever its value was used."""
     inputs, used_T = experience.inputs, experience.inputs.action_T
@@ -325,7 +331,8 @@ def _update_critic(
     explained = explained_variance(inputs.values_T[used_T], returns_T[used_T])
     metrics = {} if explained is None else {"explained_variance": explained}
     targets = ValueTargets(used_T, inputs.values_T, returns_T)
-    return metrics | critic.learn(experience.rows, targets, experience.parts)
+    at = None if step is None else step * config.updates * critic.config.passes
+    return metrics | critic.learn(experience.rows, targets, experience.parts, at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,6 +386,7 @@ def _update(
     part: Sequence[int],
     objective: PolicyObjective,
     limit: float | None,
+    at: int | None,
 ) -> dict[str, float]:
     """One optimizer step on one part, and the metrics of all its rows; no step where nothing has a gradient.
 
@@ -403,6 +411,7 @@ def _update(
     metrics = learner.step(
         packs_of(experience.rows, columns, budget, learned, ranks, share=share),
         objective,
+        at=at,
         measured=packs_of(experience.rows, columns, plain, others, ranks, share=share),
         limits=None if limit is None else {OLD_KL: limit},
     )

@@ -93,7 +93,7 @@ class DistillationStage(Stage[DistillationConfig]):
         await self.context.pause_sampling()
         ready = time.perf_counter()
         with self.updating_weights():
-            metrics = self.update(distill, self._learner, said, self._teacher)
+            metrics = self.update(distill, self._learner, said, self._teacher, number)
         metrics |= rollout_metrics(played.groups)
         metrics |= timing_metrics(played.groups, ready - started, time.perf_counter() - ready)
         return StepResult(metrics, played.groups)
@@ -108,7 +108,7 @@ class DistillationStage(Stage[DistillationConfig]):
 
 
 def distill(
-    learner: Learner, trajectories: Sequence[Trajectory], teacher: nn.Module
+    learner: Learner, trajectories: Sequence[Trajectory], teacher: nn.Module, at: int | None = None
 ) -> dict[str, float]:
     """One step on what the student said; `reverse_kl` is the mean of log p - log q over its tokens."""
     rows = rows_of(trajectories)
@@ -126,7 +126,7 @@ def distill(
 
     budget = learner.micro_batch_tokens(len(row.tokens) for row in rows)
     packs = packs_of(rows, columns, budget, ranks=learner.group.size, share=learner.shares_prefixes)
-    return learner.step(packs, objective)
+    return learner.step(packs, objective, at=at)
 
 
 def check_teacher(context: RunContext, config: DistillationConfig) -> None:

@@ -181,6 +181,7 @@ def prefer(
     given: Sequence[Pair | Labelled],
     reference: nn.Module | None,
     config: PreferenceConfig,
+    at: int | None = None,
 ) -> dict[str, float]:
     """One step on these pairs, or on labelled episodes for KTO; without any, nothing happens.
 
@@ -201,7 +202,7 @@ def prefer(
     loss_P, reward_N = LOSSES[config.loss](scores, config)
     loss = loss_P.mean()
     (slope_N,) = torch.autograd.grad(loss, policy_N)
-    metrics = _push(learner, rows, -slope_N[trajectory_T].float() * len(loss_P), len(loss_P))
+    metrics = _push(learner, rows, -slope_N[trajectory_T].float() * len(loss_P), len(loss_P), at)
     return metrics | {"loss": loss.item()} | _standing(scores, reward_N.detach(), config)
 
 
@@ -276,7 +277,9 @@ def _standing(scores: Scores, reward_N: Tensor, config: PreferenceConfig) -> dic
     return metrics
 
 
-def _push(learner: Learner, rows: Sequence[Row], push_T: Tensor, count: int) -> dict[str, float]:
+def _push(
+    learner: Learner, rows: Sequence[Row], push_T: Tensor, count: int, at: int | None
+) -> dict[str, float]:
     """A step along `push_T`, minus the gradient of the loss with respect to each log-probability.
 
     It travels in the place of the advantages: -advantage * logprob has exactly that gradient.
@@ -289,7 +292,7 @@ def _push(learner: Learner, rows: Sequence[Row], push_T: Tensor, count: int) -> 
 
     budget = learner.micro_batch_tokens(len(row.tokens) for row in rows)
     packs = packs_of(rows, columns, budget, ranks=learner.group.size, share=learner.shares_prefixes)
-    return learner.step(packs, objective)
+    return learner.step(packs, objective, at=at)
 
 
 class PreferenceStage(Stage[PreferenceConfig]):
@@ -356,7 +359,7 @@ class PreferenceStage(Stage[PreferenceConfig]):
         await self.context.pause_sampling()
         metrics["pairs"] = len(learned)
         with self.updating_weights():
-            metrics |= self.update(prefer, self._learner, learned, self._reference, self.config)
+            metrics |= self.update(prefer, self._learner, learned, self._reference, self.config, number)
         return StepResult({**metrics, "step_seconds": time.perf_counter() - started}, groups)
 
     def _note_found(self, number: int, pairs: Sequence[Pair]) -> None:

@@ -56,8 +56,7 @@ class RLStage(Stage[RLConfig]):
 
     def __init__(self, context: RunContext, folder: Path, config: RLConfig) -> None:
         super().__init__(context, folder, config)
-        warm_up = config.critic.warmup_steps if config.critic is not None else 0
-        total = max(0, config.steps - warm_up) * config.updates * config.epochs
+        total = config.updates_before(config.steps)
         temperature = context.recipe.sampling.temperature
         self._learner = context.ranks.make(
             Learner, context.policy, config.optimizer, total, temperature, self.seed
@@ -205,6 +204,7 @@ class RLStage(Stage[RLConfig]):
             critic=self._critic,
             critic_only=warming_up,
             kl=self._kl,
+            step=number,
         )
         self._sync(number)
         return metrics | (batch.metrics if self._replay is not None else {})

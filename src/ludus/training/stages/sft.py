@@ -103,7 +103,7 @@ class SFTStage(Stage[SFTConfig]):
         seed = key(self.context.recipe.seed, "warm start")
         batch = items_of_step(self._demonstrations, number, self.config.batch, seed)
         with self.updating_weights():
-            metrics = self.update(sft_step, self._learner, batch)
+            metrics = self.update(sft_step, self._learner, batch, number)
         if self._held_out and self._is_due(number + 1):
             metrics["held_out_loss"] = self.context.ranks.run(loss_on, self._learner, self._held_out)
         return StepResult({**metrics, "step_seconds": time.perf_counter() - started})
@@ -190,7 +190,8 @@ class RejectionStage(Stage[RejectionConfig]):
             with self.updating_weights():
                 if place == 0 and self.config.restart:
                     self._return_to_start()
-                metrics |= self.update(sft_step, self._learner, batch)
+                at = place if self.config.restart else number
+                metrics |= self.update(sft_step, self._learner, batch, at)
         return StepResult({**metrics, "step_seconds": time.perf_counter() - started}, groups)
 
     @classmethod
