@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-from worker_parts import engine, rl, seen, task_set, tasks
+from worker_parts import engine, right, rl, seen, task_set, tasks
 
 import ludus
 from ludus.core import ConfigError, EngineError
@@ -112,6 +113,34 @@ async def test_groups_without_signal_are_replaced_by_further_ordinals() -> None:
     dropped = [group.task.id for batch in batches for group in batch.played.dropped]
     assert dropped and not any(int(task) % 2 for task in dropped)
     assert sum(batch.played.metrics["refilled"] for batch in batches) > 0
+
+
+async def test_refills_go_by_success_as_in_synchronous_training(tmp_path: Path) -> None:
+    """And a resumed run counts the groups that are left without signal as the run before would have."""
+
+    @ludus.reward
+    def bonus(trajectory: ludus.Trajectory) -> float:
+        return float(trajectory.attempt)
+
+    settings = {"refill": {"rounds": 1}, "overlong": {"longest": 12, "buffer": 10}}
+
+    def playing(**more: Any) -> AsyncRollouts:
+        one = task_set(tasks(4), rewards=[right, bonus])
+        return rollouts([one], steps=2, **settings, **more)
+
+    batches = await train_all(playing())
+    assert [batch.played.metrics["without_signal"] for batch in batches] == [4, 4]
+    assert {deal.refills for batch in batches for deal in batch.deals} == {1}
+    first = playing(staleness=1)
+    batch = await first.next_batch()
+    first.trained(batch)
+    await first.next_batch()
+    await first.close()
+    state = first.save(tmp_path)
+    second = playing(staleness=1)
+    second.load(tmp_path, json.loads(json.dumps(state)))
+    assert (await second.next_batch()).played.metrics["without_signal"] == 4
+    await second.close()
 
 
 async def test_a_refill_ends_after_its_rounds() -> None:

@@ -139,6 +139,60 @@ async def test_groups_without_signal_are_replaced_by_further_tasks() -> None:
     assert sorted(then) == sorted(order[len(used) : len(used) + len(then)])
 
 
+@ludus.reward
+def shortness(trajectory: Trajectory) -> float:
+    """A bonus in which attempts differ whatever they answer."""
+    return 1 / (2 + trajectory.attempt)
+
+
+def by_number(task: str, attempt: int) -> str:
+    """Of ten tasks one in three is always right, one in three never, and the others sometimes."""
+    kind = int(task[-1]) % 3
+    return ("right", "wrong", first_is_right(task, attempt))[kind]
+
+
+SHAPED: list[dict[str, Any]] = [
+    {"overlong": {"longest": 12, "buffer": 10}},
+    {"broken": {"void_turn": -0.5}},
+    {},
+]
+
+
+@pytest.mark.parametrize("shaping", SHAPED)
+async def test_refills_go_by_success_and_not_by_bonuses_and_prices(shaping: dict[str, Any]) -> None:
+    """DAPO replaces groups whose accuracy is 0 or 1, however their totals differ."""
+    words = {"right": "right", "wrong": "wrong"}
+
+    def said(task: str, attempt: int) -> str:
+        return words[by_number(task, attempt)]
+
+    one = task_set(tasks(30), said, rewards=[right, shortness])
+    played = await RolloutWorker([one], rl(tasks=4, refill={"rounds": 9}, **shaping), 0).play(0, {})
+    assert {int(task[-1]) % 3 for task in ids(played)} == {2}
+    assert played.metrics["without_signal"] == 0 and played.metrics["refilled"] > 0
+    assert any(len({t.reward for t in group.trajectories}) > 1 for group in played.dropped)
+
+
+@pytest.mark.parametrize("shaping", SHAPED)
+async def test_refills_go_by_the_total_before_prices_where_no_success_is_told(
+    shaping: dict[str, Any],
+) -> None:
+    """Partial credit is signal; the price of length is none."""
+
+    @ludus.reward
+    def credit(answer: str) -> float:
+        return {"right": 0.5, "wrong": 0.25}.get(answer, 0.25)
+
+    def said(task: str, attempt: int) -> str:
+        answer = by_number(task, attempt)
+        return answer if answer == "right" or attempt % 2 else "wrong, and at length"
+
+    one = task_set(tasks(30), said, rewards=[credit])
+    played = await RolloutWorker([one], rl(tasks=4, refill={"rounds": 9}, **shaping), 0).play(0, {})
+    assert {int(task[-1]) % 3 for task in ids(played)} == {2}
+    assert played.metrics["without_signal"] == 0
+
+
 async def test_refills_are_bounded() -> None:
     fake = engine(lambda task, attempt: "right")
     worker = RolloutWorker([task_set(tasks(3), fake)], rl(tasks=4, refill={"rounds": 2}), 0)

@@ -505,6 +505,16 @@ def test_groups_without_signal_are_refilled(tmp_path: Path) -> None:
     assert column(result, "without_signal") == empty
 
 
+def test_attempts_that_resampling_left_out_are_no_group_without_signal(tmp_path: Path) -> None:
+    @ludus.reward
+    async def by_attempt(trajectory: ludus.Trajectory) -> float:
+        return float(trajectory.attempt % 2)
+
+    stage = {**RL, "attempts": 4, "keep_attempts": 3}
+    result = run(tmp_path / "run", stage, rewards=[by_attempt])
+    assert column(result, "resampled") == [2, 2] and column(result, "groups_without_signal") == [0, 0]
+
+
 def test_length_and_brokenness_have_their_price(tmp_path: Path) -> None:
     shaping = {
         "overlong": {"longest": 2, "buffer": 1, "price": 5.0},

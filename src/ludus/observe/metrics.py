@@ -212,8 +212,8 @@ TRAINING_METRICS: tuple[Metric, ...] = (
            "sum"),
     Metric("broken/<kind>", "Episodes that went wrong in this way by the model's doing: no_answer, "
            "over_length, tool_error, timed_out, void_turn, over_time.", "episodes", "sum"),
-    Metric("refilled", "Groups that replaced a group without signal.", "groups", "sum"),
-    Metric("without_signal", "Groups still without signal after all refills.", "groups", "sum"),
+    Metric("refilled", "Groups with several outcomes that replaced one with a single one.", "groups", "sum"),
+    Metric("without_signal", "Groups that still have one outcome after all refills.", "groups", "sum"),
     Metric("resampled", "Attempts that resampling left out of their groups.", "episodes", "sum"),
     Metric("sets/<name>", "A number over the episodes of one task set, such as sets/maths/success.",
            "any"),

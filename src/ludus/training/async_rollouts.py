@@ -35,7 +35,7 @@ from ludus.training.data.curriculum import DIFFICULTY
 from ludus.training.data.task_sampler import TaskSampler, TaskSet, seed_of_set
 from ludus.training.ledger import Ledger
 from ludus.training.player import Deal, PlayedGroup, Player
-from ludus.training.rollout_worker import GroupFilter, RolloutBatch
+from ludus.training.rollout_worker import GroupFilter, KeptGroup, RolloutBatch
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class AsyncRollouts:
         self._stall_seconds = stall_seconds
         self._sampler = TaskSampler(self._sets, seed)
         self._deals: dict[int, Deal] = {}
-        self._groups: dict[int, Group] = {}
+        self._groups: dict[int, KeptGroup] = {}
         self._filter = GroupFilter(self._sets, settings)
         self._refills: deque[tuple[int, int]] = deque()
         """(set, refills so far) of the groups that stand in for replaced ones, to be dealt next."""
@@ -195,24 +195,23 @@ class AsyncRollouts:
         if self.ledger.fail(deal.ordinal):
             self._filter.dropped[deal.set].append(group)
         else:
-            self._groups[deal.ordinal] = group
+            self._groups[deal.ordinal] = KeptGroup(group, is_informative=False)
             failure = group.trajectories[0].failure
             log.warning("group %d (task %s) is given up: %s", deal.ordinal, deal.task.id, failure)
 
     def _finish(self, deal: Deal, group: Group) -> None:
         self.ledger.finish(deal.ordinal)
         draw = key(self._block_seed(deal.ordinal), "resample", deal.ordinal % self.ledger.batch)
-        group = self._filter.keep(group, deal.set, draw)
-        is_informative = self._filter.is_informative(group)
+        kept = self._filter.keep(group, deal.set, draw)
         most = self._settings.refill.rounds if self._settings.refill is not None else 0
-        if not is_informative and deal.refills < most:
+        if not kept.is_informative and deal.refills < most:
             self.ledger.replace(deal.ordinal)
             self._refills.append((deal.set, deal.refills + 1))
-            self._filter.dropped[deal.set].append(group)
+            self._filter.dropped[deal.set].append(kept.group)
             del self._deals[deal.ordinal]
             return
-        self._refilled += is_informative and deal.refills > 0
-        self._groups[deal.ordinal] = group
+        self._refilled += kept.is_informative and deal.refills > 0
+        self._groups[deal.ordinal] = kept
 
     def _waiting_for(self) -> str:
         return f"the groups of step {self.ledger.version + 1}: {self._shown()}"
@@ -225,7 +224,8 @@ class AsyncRollouts:
 
     def save(self, folder: Path) -> Json:
         """Write the finished groups into a checkpoint's folder; the rest of the state is returned."""
-        finished = [(o, t) for o in self.ledger.finished() for t in self._groups[o].trajectories]
+        kept = {ordinal: self._groups[ordinal] for ordinal in self.ledger.finished()}
+        finished = [(ordinal, t) for ordinal, one in kept.items() for t in one.group.trajectories]
         ordinals = [ordinal for ordinal, _ in finished]
         write_trajectories(folder / GROUPS, [t for _, t in finished], groups=ordinals)
         keep_pictures(folder, (t for _, t in finished))
@@ -246,6 +246,7 @@ class AsyncRollouts:
                 for deal in self._deals.values()
             ],
             "refills": list(self._refills),
+            "without_signal": [o for o, one in kept.items() if not one.is_informative],
             "block": self._block,
             "seen": [[number, task, count] for (number, task), count in self._seen.items()],
         }
@@ -261,12 +262,13 @@ class AsyncRollouts:
         found = read_numbered_groups(folder / GROUPS)
         with_pictures((t for group in found.values() for t in group.trajectories), folder / GROUPS)
         self._groups = {}
+        empty = set(state.get("without_signal", ()))  # checkpoints from before it was noted have none
         for ordinal in self.ledger.finished():
             deal, group = self._deals[ordinal], found.get(ordinal)
             played = [] if group is None else group.trajectories
             for trajectory in played:
                 trajectory.task = deal.task  # a target need not survive being written down
-            self._groups[ordinal] = Group(deal.task, played)
+            self._groups[ordinal] = KeptGroup(Group(deal.task, played), ordinal not in empty)
 
     def _loaded(self, one: Mapping[str, Any]) -> Deal:
         tasks = self._sets[one["set"]].tasks

@@ -4,7 +4,9 @@
     play      all sets at once, on one engine
     shape     penalties for length and for broken episodes, added to the reward
     resample  GRPO-RoC: keep a share of each group
-    refill    DAPO's dynamic sampling: replace groups without signal by groups of further tasks
+    refill    DAPO's dynamic sampling: replace groups without signal by groups of further tasks. Signal here is
+              a difference in the part "success" of the reward, or where none is told in the reward itself;
+              what shaping adds is none
 
 Concurrency: the sets of a round run at the same time and share `max_in_flight` in proportion to their tasks
 (one after the other where that leaves a set none). A round of refills begins when the round before has ended;
@@ -23,7 +25,7 @@ from typing import Any
 
 from ludus.core.failures import ConfigError
 from ludus.core.random import key
-from ludus.core.trajectory import Group, Trajectory
+from ludus.core.trajectory import SUCCESS, Group, Trajectory
 from ludus.observe import has_signal, rollout_metrics, set_metrics
 from ludus.rollouts.budgets import Budgets
 from ludus.rollouts.rollout import Rollout
@@ -68,15 +70,13 @@ class RolloutWorker:
         groups = await step_rollouts.play(sampled, seed)
         refilled = 0
         for number in range(self._settings.refill.rounds if self._settings.refill else 0):
-            empty = [
-                place for place, group in enumerate(groups) if not step_rollouts.is_informative(group)
-            ]
+            empty = [place for place, one in enumerate(groups) if not one.is_informative]
             further = sampler.sample_from([sampled[place].set for place in empty], hardest)
             found = await step_rollouts.play(further, key(seed, "refill", number))
-            for place, group in zip(empty, found, strict=True):
-                step_rollouts.dropped[sampled[place].set].append(groups[place])
-                groups[place] = group
-                refilled += step_rollouts.is_informative(group)
+            for place, one in zip(empty, found, strict=True):
+                step_rollouts.dropped[sampled[place].set].append(groups[place].group)
+                groups[place] = one
+                refilled += one.is_informative
         self._samplers = {step: self._samplers[step], step + 1: sampler}
         return step_rollouts.batch(groups, [one.set for one in sampled], refilled)
 
@@ -129,38 +129,59 @@ def budgets_at(
     return Budgets.parse({**budgets.model_dump(), **held}, "the curriculum") if held else budgets
 
 
+@dataclass(frozen=True, slots=True)
+class KeptGroup:
+    """What is left of a group that was played."""
+
+    group: Group
+    is_informative: bool
+    """Whether its attempts differ in their outcomes, and one of them is in the loss."""
+
+
+Outcome = tuple[float | None, float | None]
+"""The part "success" of the reward, where there is one, and the reward, before anything is added to it."""
+
+
+def differ(outcomes: Sequence[Outcome]) -> bool:
+    """Whether there are several: in success, or where it is not told, in the reward. DAPO's criterion is the
+    accuracy, which bonuses and the prices of length and of broken episodes are not."""
+    is_told = all(success is not None for success, _ in outcomes)
+    return len({success if is_told else reward for success, reward in outcomes}) > 1
+
+
 class GroupFilter:
     """Shapes rewards, resamples attempts, tells groups with signal; and keeps what was dropped, by set."""
 
     def __init__(self, sets: Sequence[TaskSet], settings: RolloutSettings) -> None:
         self._sets, self._settings = sets, settings
-        self._resampled = 0
         self.dropped: list[list[Group]] = [[] for _ in sets]
+        """Whole groups."""
+        self._left_out: list[list[Group]] = [[] for _ in sets]
+        """Attempts that resampling left out, in groups."""
 
-    def keep(self, group: Group, set_number: int, draw: int) -> Group:
-        """The group with shaped rewards, and the attempts that resampling leaves."""
+    def keep(self, group: Group, set_number: int, draw: int) -> KeptGroup:
+        """The attempts that resampling leaves, with shaped rewards."""
+        before = {id(one): (one.rewards.get(SUCCESS), one.reward) for one in group.trajectories}
         for one in group.trajectories:
             shape_reward(one, self._settings)
-        if self._settings.keep_attempts is None:
-            return group
-        group, leaving = resample(group, self._settings.keep_attempts, draw)
-        if leaving:
-            self.dropped[set_number].append(Group(group.task, leaving))
-            self._resampled += len(leaving)
-        return group
+        if self._settings.keep_attempts is not None:
+            group, leaving = resample(group, self._settings.keep_attempts, draw)
+            if leaving:
+                self._left_out[set_number].append(Group(group.task, leaving))
+        scored = group.trainable
+        is_mixed = differ([before[id(one)] for one in scored])
+        return KeptGroup(group, is_mixed and not all(map(self._is_masked, scored)))
 
-    def is_informative(self, group: Group) -> bool:
-        """Whether its attempts differ in reward, and one of them is in the loss."""
-        return has_signal(group) and not all(map(self._is_masked, group.trainable))
-
-    def batch(self, groups: list[Group], sets: list[int], refilled: int) -> RolloutBatch:
+    def batch(self, kept: Sequence[KeptGroup], sets: list[int], refilled: int) -> RolloutBatch:
         """What a step learns from; `sets` has the task set of each group."""
+        groups = [one.group for one in kept]
         masked = self.masked(groups)
         metrics = self._metrics(groups, sets) | {"masked": len(masked)}
         if self._settings.refill is not None:
             metrics["refilled"] = refilled
-            metrics["without_signal"] = sum(not self.is_informative(group) for group in groups)
-        return RolloutBatch(groups, masked, sets, metrics, [g for one in self.dropped for g in one])
+            metrics["without_signal"] = sum(not one.is_informative for one in kept)
+        dropped = [group for one in (*self.dropped, *self._left_out) for group in one]
+        return RolloutBatch(groups, masked, sets, metrics, dropped)
 
     def masked(self, groups: Sequence[Group]) -> frozenset[tuple[int, int]]:
         """The attempts that stay out of the loss."""
@@ -179,12 +200,16 @@ class GroupFilter:
         kinds = Counter(kind for g in groups for one in g.trajectories for kind in broken_kinds(one))
         metrics: dict[str, float] = {f"broken/{kind}": kinds[kind] for kind in KINDS}
         if self._settings.keep_attempts is not None:
-            metrics["resampled"] = self._resampled
+            left_out = [group for one in self._left_out for group in one]
+            metrics["resampled"] = sum(len(group.trajectories) for group in left_out)
+            whole = [*groups, *(group for one in self.dropped for group in one)]
+            empty = sum(not has_signal(group) for group in whole)
+            metrics["groups_without_signal"] = empty / len(whole)  # what is left out is no group
         if len(self._sets) == 1:
             return metrics
         for number, one in enumerate(self._sets):
             own = [g for g, of in zip(groups, sets, strict=True) if of == number]
-            found = rollout_metrics([*own, *self.dropped[number]])
+            found = rollout_metrics([*own, *self.dropped[number], *self._left_out[number]])
             metrics |= set_metrics(one.name, found, PER_SET)
         return metrics
 
@@ -198,7 +223,7 @@ class _StepRollouts(GroupFilter):
         super().__init__(sets, settings)
         self._rollouts = rollouts
 
-    async def play(self, sampled: Sequence[SampledTask], seed: int) -> list[Group]:
+    async def play(self, sampled: Sequence[SampledTask], seed: int) -> list[KeptGroup]:
         """A group for each task, in order, shaped and resampled."""
         numbers = sorted({one.set for one in sampled})
         places = {number: self._places(number, sampled) for number in numbers}

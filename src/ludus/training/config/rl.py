@@ -55,7 +55,8 @@ class BrokenConfig(Config):
 
 
 class RefillConfig(Config):
-    """DAPO's dynamic sampling: groups whose rewards are all equal are replaced by groups of further tasks."""
+    """DAPO's dynamic sampling: groups whose attempts all succeed or all fail are replaced by groups of further
+    tasks; where no reward has a part "success", groups whose rewards are all equal before shaping."""
 
     rounds: int = Field(default=3, ge=1)
     """How often to play replacements; what is still without signal then stays."""
