@@ -51,7 +51,7 @@ from ludus.training.evaluation.report import pass_curves, turn_curves
 from ludus.training.evaluation.study import is_finished
 from ludus.training.evaluation.summary import NAMELESS, powers_of_two
 
-QUICK = SummaryOptions(resamples=200)
+QUICK = SummaryOptions()
 
 
 def group(name: str, rewards: Sequence[float | None], **metadata: Any) -> Group:
@@ -79,7 +79,7 @@ REWARDS = st.lists(
 @given(REWARDS)
 def test_numbers_are_plain_counts_over_what_was_scored(rewards: list[list[float | None]]) -> None:
     groups = [group(str(number), row) for number, row in enumerate(rewards)]
-    found = evaluation(groups).summary(SummaryOptions(ks=(1, 2, 3), resamples=50))
+    found = evaluation(groups).summary(SummaryOptions(ks=(1, 2, 3)))
     scored = [[r for r in row if r is not None] for row in rewards]
     flat = [r for row in scored for r in row]
     assert found.episodes == sum(map(len, rewards))
@@ -118,7 +118,7 @@ def test_sub_tasks() -> None:
         "easy": 0.5,
         "hard": 0.0,
     }
-    whole, *_ = summarise(groups, SummaryOptions(by="level", resamples=50))
+    whole, *_ = summarise(groups, SummaryOptions(by="level"))
     assert whole.tasks == 3 and whole.passed.keys() == {1, 2}
 
 
@@ -311,7 +311,7 @@ def study() -> Study:
         for model, groups in (("_first $model$ | [red]", easy + hard), ("second", worse))
         for turns in (2, 8)
     ]
-    return Study(tuple(measured), SummaryOptions(by="level", resamples=100), against="second")
+    return Study(tuple(measured), SummaryOptions(by="level"), against="second")
 
 
 def test_reports_hold_every_number(tmp_path: Path, study: Study, real_curves: None) -> None:
@@ -341,7 +341,7 @@ def test_tables_and_curves(study: Study) -> None:
 
 def test_the_terminal_shows_every_k_that_was_asked_for() -> None:
     groups = [group(str(n), [1, 0, 0, 1]) for n in range(4)]
-    asked = SummaryOptions(ks=(1, 2, 4), resamples=50)
+    asked = SummaryOptions(ks=(1, 2, 4))
     several = Study(tuple(ModelResult(m, 2, evaluation(groups), 0) for m in "xy"), asked)
     assert [c for c in short_table(several).columns if "@" in c] == ["pass@1", "pass@2", "pass@4"]
     one = Study((ModelResult("x", 2, evaluation(groups), 0),), asked)
@@ -363,16 +363,14 @@ def test_a_report_of_nothing_scored(tmp_path: Path) -> None:
 def test_intervals_allow_for_lost_episodes() -> None:
     """12 of 20 scored, all of them successes: between 60% and 100%, and below 60% by chance."""
     groups = [group(str(n), [1]) for n in range(12)] + [group(str(n), [None]) for n in range(12, 20)]
-    found = evaluation(groups).summary(SummaryOptions(resamples=2000))
+    found = evaluation(groups).summary(SummaryOptions())
     assert found.success is not None and found.success.value == 1.0
     assert found.bounds == (0.6, 1.0)
-    zeros = evaluation([group(str(n), [float(n < 12)]) for n in range(20)]).summary(
-        SummaryOptions(resamples=2000)
-    )
+    zeros = evaluation([group(str(n), [float(n < 12)]) for n in range(20)]).summary(SummaryOptions())
     assert zeros.success is not None
     assert found.success.low == zeros.success.low and found.success.low < 0.6
     assert found.success.high == 1.0
-    whole = evaluation(groups[:12]).summary(SummaryOptions(resamples=2000))
+    whole = evaluation(groups[:12]).summary(SummaryOptions())
     assert whole.bounds == (1.0, 1.0)
     assert whole.success is not None and whole.success.low is not None and whole.success.low > 0.7
 
@@ -381,7 +379,7 @@ def test_intervals_allow_for_lost_episodes() -> None:
 def test_intervals_hold_what_any_fate_of_the_lost_ones_would_have_given(
     rewards: list[list[float | None]],
 ) -> None:
-    how = SummaryOptions(ks=(1, 2), resamples=50)
+    how = SummaryOptions(ks=(1, 2))
     found = evaluation([group(str(n), row) for n, row in enumerate(rewards)]).summary(how)
     if found.success is None:
         return

@@ -187,7 +187,7 @@ def study_markdown(study: Study) -> str:
     parts = [
         "# Evaluation\n",
         _markdown(full_table(study)),
-        f"Brackets are {share} bootstrap intervals over tasks. Episodes lost to failures of ours are counted "
+        f"Brackets are {share} intervals over tasks. Episodes lost to failures of ours are counted "
         "under `failed` and are in no mean; the intervals of success, average@k, pass@k and pass^k allow for "
         "them: their lower end counts every lost episode as 0, their upper end as 1.\n",
         *(f"**Warning:** {markdown_text(text)}\n" for text in lost_warnings(study)),

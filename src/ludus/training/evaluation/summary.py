@@ -46,8 +46,6 @@ class SummaryOptions:
     """The k of pass@k, pass^k and average@k; powers of two up to the number of attempts when empty."""
     level: float = 0.95
     """How often an interval should hold the truth."""
-    resamples: int = 10_000
-    """Draws of a bootstrap."""
     success: Callable[[Trajectory], bool] = is_success
     """What counts as a success."""
 
@@ -250,14 +248,9 @@ def _widened(seen: Estimate, worst: Estimate | None = None, best: Estimate | Non
 def _pooled(
     values: Sequence[Sequence[float]], how: SummaryOptions, within: tuple[float, float] | None
 ) -> Estimate:
-    """The mean over all episodes, with whole tasks drawn again."""
-    return mean_interval(
-        [sum(task) for task in values],
-        [len(task) for task in values],
-        level=how.level,
-        resamples=how.resamples,
-        within=within,
-    )
+    """The mean over all episodes, with an interval over tasks."""
+    tops, counts = [sum(task) for task in values], [len(task) for task in values]
+    return mean_interval(tops, counts, level=how.level, within=within)
 
 
 def _at_k(
@@ -274,12 +267,7 @@ def _at_k(
     for k in ks:
         values = [[estimate(task, k) for task in case if len(task) >= k] for case in cases]
         if values[0]:
-            found[k] = _widened(
-                *(
-                    mean_interval(one, level=how.level, resamples=how.resamples, within=_SHARE)
-                    for one in values
-                )
-            )
+            found[k] = _widened(*(mean_interval(one, level=how.level, within=_SHARE) for one in values))
     return found
 
 
@@ -320,10 +308,10 @@ def _comparison(
     if not pairs:
         return None
     mine, others = [a.seen for a, _ in pairs], [b.seen for _, b in pairs]
-    test = paired_test(mine, others, level=how.level, resamples=how.resamples)
+    test = paired_test(mine, others, level=how.level)
     if any(one.worst != one.best for pair in pairs for one in pair):
         worst, best = (
-            mean_interval([float(d) for d in differences], level=how.level, resamples=how.resamples)
+            mean_interval([float(d) for d in differences], level=how.level)
             for differences in (
                 [a.worst - b.best for a, b in pairs],
                 [a.best - b.worst for a, b in pairs],

@@ -99,7 +99,7 @@ class PreferenceObjective:
             ]
             counts[name] = len(right)
             if right:
-                measured[name] = mean_interval(right)
+                measured[name] = mean_interval(right, within=(0.0, 1.0))
         return measured, counts
 
     def centred(self, model: RewardModel, trained: Sequence[Preference]) -> AboutHeads:
