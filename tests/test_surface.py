@@ -230,7 +230,7 @@ COMMANDS = {
     "envs": "Open a safe",
     "settings rl.kl": "rl.kl = 0.0    (number, ≥ 0)\n    Weight of the divergence",
     "settings stage.0.pairs": "stage.pairs",
-    "settings warm_start.optimizer.learning_rate": "learning_rate = 0.001",
+    "settings warm_start.optimizer.learning_rate": "When left out, the usual one of the stage",
     "settings budgets": "budgets.max_turns = 8",
     "settings rl.optimiser": "did you mean rl.optimizer",
     "settings scale_rewards": "is called here: rl.algorithm = dr_grpo\n",

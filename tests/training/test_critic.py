@@ -13,6 +13,7 @@ import torch
 from ragged_episodes import attempts_of, played, references, scored, tiny_learner, tiny_model
 from torch import nn
 
+import ludus
 from ludus.core import ConfigError, LudusError, StopReason, Task, TokenSequence, Trajectory
 from ludus.training import Critic, CriticConfig, RLConfig, policy_update, rows_of
 from ludus.training.optim.critic import explained_variance
@@ -23,7 +24,9 @@ BOTH: list[Kind] = ["model", "head"]
 
 def critic_of(model: nn.Module, kind: Kind = "model", **others: Any) -> Critic:
     optimizer = {"learning_rate": 0.02, "micro_batch_tokens": 30} | others.pop("optimizer", {})
-    return Critic(model, CriticConfig.parse({"kind": kind, "optimizer": optimizer, **others}), 50)
+    return Critic(
+        model, CriticConfig.parse({"kind": kind, "passes": 1, "optimizer": optimizer, **others}), 50
+    )
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -129,6 +132,33 @@ def test_a_model_in_bfloat16_has_a_critic_that_counts_in_float32() -> None:
     assert {p.dtype for p in critic.model.get_decoder().parameters()} == {torch.bfloat16}
     assert all(math.isfinite(value) for table in metrics for value in table.values())
     assert critic.model.head.weight.any()
+
+
+def test_there_is_nothing_to_explain_where_all_are_paid_the_same() -> None:
+    """Returns then differ by the critic's own values alone, and it would be told to explain itself."""
+    model = tiny_model()
+    given, learner, critic = played(model, seed=2), tiny_learner(model), critic_of(model)
+    config = RLConfig.parse({"algorithm": "ppo"})
+    metrics = [policy_update(learner, given, config, reference=None, critic=critic)]
+    for trajectory in (t for group in given.groups for t in group.trajectories):
+        trajectory.reward = 1.0
+        for action in trajectory.actions:
+            action.reward = None
+    metrics += [policy_update(learner, given, config, reference=None, critic=critic) for _ in range(2)]
+    assert ["explained_variance" in one for one in metrics] == [True, False, False]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_critic_of_usual_settings_explains_returns_on_tickets(tmp_path: Path) -> None:
+    recipe = Path(__file__).parents[2] / "recipes" / "tickets.toml"
+    settings = {"algorithm": "ppo", "steps": 20, "tasks": 16, "attempts": 8, "updates": 2}
+    rl = {**settings, "optimizer": {"learning_rate": 1e-3}}
+    metrics = ludus.train(recipe, rl=rl, run={"folder": str(tmp_path / "run")}).metrics
+    rows = [row for row in metrics if "value_loss" in row]
+    explained = [row.get("explained_variance", 0.0) for row in rows]
+    assert max(explained[:2]) < 0.1 and sum(explained[4:8]) / 4 > 0.15, explained
+    assert rows[-1]["value_loss"] < 0.1 * rows[0]["value_loss"]
 
 
 def test_policy_and_critic_learn_together() -> None:

@@ -66,6 +66,7 @@ def recipe_findings(
     recipe = load_recipe(path, overrides)
     parts = load_parts(recipe)
     # torch and transformers are imported from here on: mistakes in the recipe are reported before
+    from ludus.training.config.usual import rate_notes, with_usual_settings
     from ludus.training.models.loading import check_source
     from ludus.training.preflight import check_engines, check_parts, check_servers
     from ludus.training.report import idle_patience
@@ -74,6 +75,7 @@ def recipe_findings(
     findings: Findings = list(dict.fromkeys(refusals))  # both look at the device
     if text := idle_patience(recipe):
         findings.append(("warning", text))
+    findings += [("info", text) for text in rate_notes(with_usual_settings(recipe))]
     plans = task_set_specs(recipe, parts)
 
     async def every_set() -> None:  # in one event loop, as a run has one: tools may hold on to it

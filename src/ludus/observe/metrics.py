@@ -206,8 +206,8 @@ TRAINING_METRICS: tuple[Metric, ...] = (
     Metric("value_clip_fraction", "Share of values that had moved too far to be moved on.", "share"),
     Metric("value_gradient_norm", "L2 norm of the critic's gradient before clipping.", "1"),
     Metric("value_learning_rate", "Learning rate of the critic's step.", "1", "last"),
-    Metric("explained_variance", "Share of the returns' variance that the critic's values explain.",
-           "share"),
+    Metric("explained_variance", "Share of the returns' variance that the critic's values explain; absent "
+           "where all episodes were paid the same.", "share"),
     Metric("masked", "Episodes that were kept out of the loss because they were broken.", "episodes",
            "sum"),
     Metric("broken/<kind>", "Episodes that went wrong in this way by the model's doing: no_answer, "

@@ -40,6 +40,7 @@ from ludus.training.config.parts import (
 from ludus.training.config.paths import beside, with_absolute_paths
 from ludus.training.config.recipe import AGAIN, Recipe
 from ludus.training.config.recipe_files import find_recipe, refuse_empty
+from ludus.training.config.usual import rate_notes, with_usual_settings
 from ludus.training.data.conversations import Conversation
 from ludus.training.evaluation.evaluate import Evaluation, find_model, measure_sets
 from ludus.training.loop import OnStep, Trainer
@@ -297,12 +298,14 @@ async def train_async(
         await check_engines(recipe)
     if run is None:
         check_source(recipe.model)  # before there is a folder
+        recipe = with_usual_settings(recipe)
     writer = run or new_run(recipe)
     if run is None and objects:
         writer.note_objects(objects)
     try:
         counted = with_step_counts(recipe, parts)
-        with show_progress(writer, show, again.format(path=str(writer.path))) as display:
+        how = again.format(path=str(writer.path))
+        with show_progress(writer, show, how, rate_notes(recipe)) as display:
             watching = _joined([one for one in (display, on_step) if one is not None])
             return await _train_on(writer, counted, parts, run is not None, watching)
     except (OSError, UnsavedError) as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from rich.console import Console
@@ -80,17 +80,17 @@ class ProgressDisplay:
 
 @contextmanager
 def show_progress(
-    run: RunWriter, console: Console | None, again: str
+    run: RunWriter, console: Console | None, again: str, notes: Sequence[str] = ()
 ) -> Iterator[ProgressDisplay | None]:
     """Show a run: its folder, its progress, and where it was saved when it is stopped.
 
-    `again` is how to go on with it. Without a console nothing is shown.
+    `again` is how to go on with it, `notes` are lines to begin with. Without a console nothing is shown.
     """
     if console is None:
         yield None
         return
     display = ProgressDisplay(console)
-    display.say(f"run folder: {run.path}")
+    display.say("\n".join([f"run folder: {run.path}", *notes]))
     try:
         yield display
     except (KeyboardInterrupt, asyncio.CancelledError):

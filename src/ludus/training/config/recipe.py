@@ -23,6 +23,7 @@ from ludus.training.config.stages import (
     BaseStageConfig,
     DistillationConfig,
     EvaluationStageConfig,
+    OptimizerConfig,
     PreferenceConfig,
     RejectionConfig,
     SFTConfig,
@@ -141,7 +142,9 @@ class Recipe(Config):
 
     @model_validator(mode="after")
     def _one_plan(self) -> Recipe:
-        if self.stage and (self.warm_start is not None or self.rl != RLConfig()):
+        # run folders of earlier versions spell out the learning rate of an [rl] that is not used
+        unused = (RLConfig(), RLConfig(optimizer=OptimizerConfig(learning_rate=1e-6)))
+        if self.stage and (self.warm_start is not None or self.rl not in unused):
             raise ValueError("[[stage]] tables replace [warm_start] and [rl]; give the one or the other")
         names = [one.name for one in self.task_sets]
         if len(set(names)) < len(names):

@@ -9,8 +9,9 @@ from pydantic import Field, model_validator
 
 from ludus.core.config import Config
 from ludus.rollouts.tree import TreeConfig
+from ludus.training.config.model import ModelConfig
 from ludus.training.config.rl_checks import check_rl
-from ludus.training.config.stages import BaseStageConfig, OptimizerConfig
+from ludus.training.config.stages import CRITIC_RATES, RL_RATES, BaseStageConfig, OptimizerConfig
 from ludus.training.data.curriculum import CurriculumConfig
 
 
@@ -19,14 +20,21 @@ class CriticConfig(Config):
 
     kind: Literal["model", "head"] = "model"
     """A copy of the model with a value head, or a head on the policy's own hidden states."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """RL steps at the start in which only the critic learns."""
-    passes: int = Field(default=1, ge=1)
+    warmup_steps: int | None = Field(default=None, ge=0)
+    """RL steps at the start in which only the critic learns; 5, or a quarter of a shorter stage's, when left
+    out."""
+    passes: int = Field(default=4, ge=1)
     """How often it goes over each step's episodes."""
     clip: float | None = Field(default=0.5, gt=0)
     """How far a value may move in one step before it gets no more gradient."""
-    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
+    optimizer: OptimizerConfig = OptimizerConfig()
     """Its own optimizer settings."""
+
+    def for_model(self, model: ModelConfig, steps: int) -> CriticConfig:
+        """The same with what is usual for the model and a stage of so many steps, where nothing is said."""
+        warm_up = min(5, steps // 4) if self.warmup_steps is None else self.warmup_steps
+        optimizer = self.optimizer.for_model(CRITIC_RATES, model)
+        return self.model_copy(update={"warmup_steps": warm_up, "optimizer": optimizer})
 
 
 Treatment = Literal["keep", "mask", "verltool"] | Annotated[float, Field(strict=True)]
@@ -143,6 +151,7 @@ class RLConfig(BaseStageConfig):
 
     label = "RL"
     can_end_early = True
+    usual_rates = RL_RATES
 
     kind: Literal["rl"] = "rl"
     """What kind of stage this is."""
@@ -243,8 +252,8 @@ class RLConfig(BaseStageConfig):
 
     def updates_before(self, step: int) -> int:
         """The policy's updates that are planned for the steps before this one, counted from 0."""
-        warm_up = self.critic.warmup_steps if self.critic is not None else 0
-        return max(0, step - warm_up) * self.updates * self.epochs
+        warm_up = self.critic.warmup_steps if self.critic is not None else None
+        return max(0, step - (warm_up or 0)) * self.updates * self.epochs
 
     @property
     def algorithm_settings(self) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def _check_needs(config: RLConfig, has_critic: bool) -> None:
             f"there are settings for a critic, and {config.algorithm} asks for none: leave out critic, or "
             "use ppo (an estimator of your own asks for one by @needs(Need.CRITIC))"
         )
-    if critic is not None and 0 < config.steps <= critic.warmup_steps:
+    if critic is not None and 0 < config.steps <= (critic.warmup_steps or 0):
         raise ValueError(
             f"critic.warmup_steps = {critic.warmup_steps} leaves none of {config.steps} step(s) for the "
             "policy to learn in: lower it, or raise steps"

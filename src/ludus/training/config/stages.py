@@ -3,21 +3,41 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from ludus.core.config import Config, Place
 from ludus.core.generation import HOTTEST
+from ludus.training.config.model import ModelConfig
 
 Decay = Annotated[float, Field(ge=0, lt=1, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class UsualRates:
+    """The learning rates of a way of learning, where a recipe has none: by what is trained."""
+
+    scratch: float
+    """All weights of a model made from scratch."""
+    full: float
+    """All weights of a pretrained model."""
+    lora: float
+    """An adapter."""
+
+    def of(self, model: ModelConfig) -> float:
+        if model.scratch is not None:
+            return self.scratch
+        return self.full if model.lora is None else self.lora
 
 
 class OptimizerConfig(Config):
     """AdamW and its schedule."""
 
-    learning_rate: float = Field(default=1e-6, gt=0)
-    """Peak learning rate."""
+    learning_rate: float | None = Field(default=None, gt=0)
+    """Peak learning rate. When left out, the usual one of the stage for a model made from scratch, a pretrained
+    one or an adapter (docs/training.md); a run prints it, and its recipe.json has it."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """The learning-rate schedule after the warm-up: constant, or down to a tenth of the peak over the updates
     that are planned, whether or not each of them is taken."""
@@ -35,6 +55,21 @@ class OptimizerConfig(Config):
     """GiB that a pass may keep for its backward pass; "auto": what is free. Layers are recomputed to fit."""
     share_prefixes: bool = True
     """Compute a prefix that several rows of a pass begin with once; on a GPU only with flash attention."""
+
+    @property
+    def peak_rate(self) -> float:
+        """The peak learning rate; of RL on a pretrained model, where nothing was decided."""
+        return RL_RATES.full if self.learning_rate is None else self.learning_rate
+
+    def for_model(self, rates: UsualRates, model: ModelConfig) -> OptimizerConfig:
+        """The same with the usual learning rate, where it has none."""
+        if self.learning_rate is not None:
+            return self
+        return self.model_copy(update={"learning_rate": rates.of(model)})
+
+
+RL_RATES = UsualRates(scratch=5e-4, full=1e-6, lora=1e-5)
+CRITIC_RATES = UsualRates(scratch=1e-3, full=1e-5, lora=1e-4)
 
 
 class BaseStageConfig(Config):
@@ -55,6 +90,8 @@ class BaseStageConfig(Config):
     """Whether `evaluation.patience` may end it."""
     saves_at_start: ClassVar[bool] = True
     """Whether a run that begins with it has a checkpoint before its first step."""
+    usual_rates: ClassVar[UsualRates | None] = None
+    """The learning rates of its optimizer where a recipe has none; None where it does not learn."""
 
     @property
     def title(self) -> str:
@@ -90,6 +127,7 @@ class SFTConfig(BaseStageConfig):
     prefix = "sft"
     draws_tasks = False
     saves_at_start = False
+    usual_rates = UsualRates(scratch=1e-3, full=2e-5, lora=2e-4)
 
     kind: Literal["sft"] = "sft"
     """What kind of stage this is."""
@@ -105,7 +143,7 @@ class SFTConfig(BaseStageConfig):
     """Passes over the demonstrations, instead of a number of steps."""
     batch: int = Field(default=32, ge=1)
     """Demonstrations in a step."""
-    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-3)
+    optimizer: OptimizerConfig = OptimizerConfig()
     """Its own optimizer settings; every stage starts with a fresh optimizer."""
 
     @model_validator(mode="after")
@@ -150,6 +188,7 @@ class PreferenceConfig(BaseStageConfig):
     label = "preferences"
     prefix = "dpo"
     can_end_early = True
+    usual_rates = UsualRates(scratch=1e-4, full=1e-6, lora=1e-5)
 
     kind: Literal["dpo"] = "dpo"
     """What kind of stage this is."""
@@ -177,7 +216,7 @@ class PreferenceConfig(BaseStageConfig):
     """KTO's weight of good episodes."""
     undesirable_weight: float = Field(default=1.0, ge=0)
     """KTO's weight of bad episodes."""
-    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-6)
+    optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer settings."""
 
     @model_validator(mode="after")
@@ -227,6 +266,7 @@ class RejectionConfig(BaseStageConfig):
 
     label = "rejection sampling"
     prefix = "rejection"
+    usual_rates = UsualRates(scratch=1e-4, full=2e-5, lora=2e-4)
 
     kind: Literal["rejection"] = "rejection"
     """What kind of stage this is."""
@@ -250,7 +290,7 @@ class RejectionConfig(BaseStageConfig):
     makes), or 'dataset:NAME@SPLIT'."""
     restart: bool = False
     """Begin each round's imitation from the weights that the stage began with, as AgentEvol does."""
-    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-4)
+    optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer settings."""
 
     @property
@@ -277,6 +317,7 @@ class DistillationConfig(BaseStageConfig):
     label = "distillation"
     prefix = "distill"
     can_end_early = True
+    usual_rates = UsualRates(scratch=5e-4, full=1e-5, lora=1e-4)
 
     kind: Literal["distill"] = "distill"
     """What kind of stage this is."""
@@ -288,7 +329,7 @@ class DistillationConfig(BaseStageConfig):
     """Tasks in a step."""
     attempts: int = Field(default=4, ge=1)
     """Episodes for each of them."""
-    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
+    optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer settings."""
 
     @property

@@ -104,7 +104,7 @@ class Critic:
 
     def is_warming_up(self, step: int) -> bool:
         """Whether only the critic learns in this step of RL, counted from 0."""
-        return step < self.config.warmup_steps
+        return step < (self.config.warmup_steps or 0)
 
     @torch.no_grad()
     def values(self, rows: Sequence[Row]) -> Tensor:

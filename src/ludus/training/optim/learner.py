@@ -200,7 +200,7 @@ class Updater:
     def _apply_gradients(self, at: int) -> Tensor:
         """Clip and step; the gradient's norm. The weights stay as they were if it is not finite."""
         share = lr_factor(at, self.total_steps, self.config)
-        self.optimizer.set_rate(self.config.learning_rate * share)
+        self.optimizer.set_rate(self.config.peak_rate * share)
         try:
             return self.optimizer.update(self._gradients.in_order())
         except torch.OutOfMemoryError as error:

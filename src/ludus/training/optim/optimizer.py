@@ -73,7 +73,7 @@ class MasterAdamW(torch.optim.AdamW):
         ]
         device = weights[0].device if weights else torch.device("cpu")
         is_fused = device.type == "cuda" or None
-        super().__init__(groups, lr=config.learning_rate, betas=config.betas, fused=is_fused)
+        super().__init__(groups, lr=config.peak_rate, betas=config.betas, fused=is_fused)
         self._device = device
         self._has_kernel = _kernel_runs(device)
 

@@ -42,7 +42,7 @@ from ludus.algos import (
     load_divergence,
     with_regularization,
 )
-from ludus.algos.advantage_inputs import size_within, sum_within
+from ludus.algos.advantage_inputs import size_within, sum_within, token_rewards
 from ludus.algos.losses import clamped_log_ratio
 from ludus.core.failures import ConfigError
 from ludus.core.trajectory import Trajectory
@@ -328,8 +328,11 @@ def _update_critic(
             [True] + [False] * (len(row.tokens) - 1) for row in experience.rows
         )
     assert inputs.values_T is not None
-    explained = explained_variance(inputs.values_T[used_T], returns_T[used_T])
-    metrics = {} if explained is None else {"explained_variance": explained}
+    metrics: dict[str, float] = {}
+    paid_N = sum_within(token_rewards(inputs), inputs.trajectory_T, len(inputs.rewards_N))
+    if bool((paid_N != paid_N[0]).any()):  # else returns differ by the critic's own values alone
+        explained = explained_variance(inputs.values_T[used_T], returns_T[used_T])
+        metrics = {} if explained is None else {"explained_variance": explained}
     targets = ValueTargets(used_T, inputs.values_T, returns_T)
     at = None if step is None else step * config.updates * critic.config.passes
     return metrics | critic.learn(experience.rows, targets, experience.parts, at)

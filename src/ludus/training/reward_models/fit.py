@@ -20,7 +20,7 @@ from ludus.core.failures import ConfigError
 from ludus.core.random import key, shuffled
 from ludus.observe import Estimate
 from ludus.training.config.model import ModelConfig
-from ludus.training.config.stages import OptimizerConfig
+from ludus.training.config.stages import CRITIC_RATES, OptimizerConfig
 from ludus.training.data.conversations import (
     Preference,
     ScoredSteps,
@@ -59,8 +59,8 @@ class RewardModelConfig(Config):
     """Share of the data that is measured on and not learned from."""
     format: str = "hermes"
     """How tool calls are written for it (agent.format)."""
-    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
-    """Optimizer settings."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Optimizer settings; the learning rate is that of a critic when left out."""
     seed: int = 0
     """Which data are held out, and in which order they come."""
 
@@ -148,7 +148,8 @@ def _train(
     config: RewardModelConfig,
     on_step: OnRewardStep,
 ) -> None:
-    updater = Updater(model, config.optimizer, config.steps, config.seed)
+    optimizer = config.optimizer.for_model(CRITIC_RATES, config.model)
+    updater = Updater(model, optimizer, config.steps, config.seed)
     for step in range(config.steps):
         items = items_of_step(trained, step, config.batch, config.seed)
         conversations = conversations_of(items)

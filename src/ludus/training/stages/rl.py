@@ -38,6 +38,7 @@ from ludus.training.checkpoint import (
 from ludus.training.config.parts import Parts, TaskSetSpec, task_set_specs
 from ludus.training.config.recipe import Recipe
 from ludus.training.config.rl import CriticConfig, RLConfig
+from ludus.training.config.stages import OptimizerConfig
 from ludus.training.data.curriculum import DIFFICULTY, STRICTNESS, Curriculum
 from ludus.training.data.task_sampler import difficulty_of
 from ludus.training.ledger import Ledger
@@ -49,6 +50,9 @@ from ludus.training.replay_buffer import ReplayBuffer, code_versions
 from ludus.training.rollout_worker import RolloutBatch, RolloutWorker
 from ludus.training.run_context import RunContext
 from ludus.training.stages.base import Stage, StepResult, check_failures, timing_metrics
+
+_UNSAID_CRITIC = CriticConfig(passes=1, warmup_steps=0, optimizer=OptimizerConfig(learning_rate=1e-5))
+"""Of run folders from before a run wrote the critic's settings down."""
 
 
 class RLStage(Stage[RLConfig]):
@@ -95,7 +99,7 @@ class RLStage(Stage[RLConfig]):
         if config.kl > 0:
             self._reference = load_reference_model(self.context, self.folder, self.is_resumed)
         if Need.CRITIC in algorithm_of(config).needs:
-            settings = config.critic or CriticConfig()
+            settings = config.critic or _UNSAID_CRITIC
             total = config.steps * config.updates * settings.passes
             made, ranks = self.context, self.context.ranks
             values = ranks.shard(ValueModel(made.model, own_trunk=settings.kind == "model"))

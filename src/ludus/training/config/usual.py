@@ -1,0 +1,68 @@
+"""Settings that depend on the model: what a recipe leaves out, decided when a run begins, and told.
+
+A learning rate that suits a model made from scratch ruins a pretrained one. A written value always wins. What
+was decided is in the run's recipe.json, so that a resumed run goes on by it.
+"""
+
+from __future__ import annotations
+
+from ludus.training.config.recipe import Recipe, StageConfig
+from ludus.training.config.rl import CriticConfig, RLConfig
+from ludus.training.config.rl_checks import PLAIN
+from ludus.training.config.stages import CRITIC_RATES, EvaluationStageConfig, UsualRates
+
+
+def with_usual_settings(recipe: Recipe) -> Recipe:
+    """The recipe with a learning rate for all that learns, and a critic where an algorithm needs one."""
+    if recipe.stage:
+        return recipe.model_copy(
+            update={"stage": tuple(_with_usual(one, recipe) for one in recipe.stage)}
+        )
+    first = None if recipe.warm_start is None else _with_usual(recipe.warm_start, recipe)
+    return recipe.model_copy(update={"warm_start": first, "rl": _with_usual(recipe.rl, recipe)})
+
+
+def _with_usual(stage: StageConfig, recipe: Recipe) -> StageConfig:
+    if isinstance(stage, EvaluationStageConfig) or stage.usual_rates is None:
+        return stage
+    model = recipe.model
+    update: dict[str, object] = {"optimizer": stage.optimizer.for_model(stage.usual_rates, model)}
+    if isinstance(stage, RLConfig) and (stage.critic is not None or _needs_critic(stage)):
+        update["critic"] = (stage.critic or CriticConfig()).for_model(model, stage.steps)
+    return stage.model_copy(update=update)
+
+
+def _needs_critic(stage: RLConfig) -> bool:
+    if stage.algorithm in PLAIN or not stage.steps:
+        return stage.algorithm == "ppo" and stage.steps > 0
+    from ludus.algos import Need, load_algorithm  # torch comes with it
+
+    return Need.CRITIC in load_algorithm(**stage.algorithm_settings).needs
+
+
+def rate_notes(recipe: Recipe) -> list[str]:
+    """The learning rates of a recipe in which they are decided, and whether they are usual, for what."""
+    notes: list[str] = []
+    for where, stage in recipe.named_stages:
+        if (
+            isinstance(stage, EvaluationStageConfig)
+            or stage.usual_rates is None
+            or not stage.total_steps
+        ):
+            continue
+        notes.append(_note(where, stage.optimizer.peak_rate, stage.usual_rates, recipe))
+        if isinstance(stage, RLConfig) and stage.critic is not None:
+            rate = stage.critic.optimizer.peak_rate
+            notes.append(_note(f"{where}.critic", rate, CRITIC_RATES, recipe))
+    return notes
+
+
+def _note(where: str, rate: float, usual: UsualRates, recipe: Recipe) -> str:
+    model = recipe.model
+    if model.scratch is not None:
+        what = "a model made from scratch"
+    else:
+        what = "all weights of a pretrained model" if model.lora is None else "an adapter (LoRA)"
+    expected = usual.of(model)
+    than = f"usual for {what}" if rate == expected else f"as written; usual for {what}: {expected:g}"
+    return f"learning rate of {where}: {rate:g} ({than})"
