@@ -27,6 +27,7 @@ from ludus.training import (
 )
 from ludus.training.async_rollouts import StalledError
 from ludus.training.ledger import Ledger
+from ludus.viewer.findings import metric_findings
 
 RL = {**TINY["rl"], "steps": 4, "tasks": 2, "attempts": 2}
 
@@ -215,6 +216,26 @@ def test_a_hanging_episode_ends_the_run_with_its_name(tmp_path: Path) -> None:
             **settings(tmp_path, staleness=1, stall_seconds=1.0), **code(agent=Hanging()), progress=False
         )
     assert "waited 1 s for the groups of step" in (tmp_path / "logs" / "ludus.log").read_text()
+
+
+def test_engine_and_trainer_are_compared_under_the_same_weights(tmp_path: Path) -> None:
+    """Not on what older weights have sampled: a run whose policy moves fast is no run whose engine is wrong."""
+    fast = {"staleness": 2, "steps": 8, "optimizer": {"learning_rate": 3e-2}}
+    rows = [row for row in train(tmp_path / "run", **fast).metrics() if "lag_mean" in row]
+    assert max(row["lag_max"] for row in rows) >= 1 and min(row["ess"] for row in rows) < 0.9
+    compared = [row for row in rows if "logprob_difference_mean" in row]
+    assert compared and rows[0] in compared, "the first step has nothing older"
+    assert max(row["logprob_difference_max"] for row in compared) < 1e-3
+    stale = [row for row in rows if row not in compared]
+    assert all(row["lag_mean"] >= 1 for row in stale)
+    assert not [one for one in metric_findings(rows) if one.kind == "engine_apart"]
+
+
+def test_stored_groups_are_not_compared_with_newer_weights(tmp_path: Path) -> None:
+    again = {"replay_buffer": {"groups": 2}, "steps": 6, "optimizer": {"learning_rate": 3e-2}}
+    rows = [row for row in train(tmp_path / "run", **again).metrics() if "replay/groups" in row]
+    assert max(row["replay/groups"] for row in rows) > 0
+    assert max(row["logprob_difference_max"] for row in rows if "logprob_difference_max" in row) < 1e-3
 
 
 REPLAYED = {

@@ -34,16 +34,12 @@ from ludus.algos import (
     Need,
     action_span,
     by_token,
-    effective_sample_size,
-    k1,
-    k3,
     kl_reward,
     load_algorithm,
     load_divergence,
     with_regularization,
 )
-from ludus.algos.advantage_inputs import size_within, sum_within, token_rewards
-from ludus.algos.losses import clamped_log_ratio
+from ludus.algos.advantage_inputs import sum_within, token_rewards
 from ludus.core.failures import ConfigError
 from ludus.core.trajectory import Trajectory
 from ludus.training.config.rl import RLConfig
@@ -62,6 +58,14 @@ from ludus.training.data.packing import (
 from ludus.training.optim.critic import Critic, ValueTargets, explained_variance
 from ludus.training.optim.learner import TOKENS, Learner
 from ludus.training.optim.logprobs import action_logprobs, logprobs_of
+from ludus.training.optim.update_metrics import (
+    OLD_KL,
+    comparison,
+    difference,
+    merged,
+    of_update,
+    sampled_by,
+)
 from ludus.training.rollout_worker import RolloutBatch
 
 
@@ -201,6 +205,7 @@ def policy_update(
     critic_only: bool = False,
     kl: float | None = None,
     step: int | None = None,
+    version: int | None = None,
 ) -> dict[str, float]:
     """The updates of one step, and their metrics.
 
@@ -217,6 +222,8 @@ def policy_update(
         critic_only: Leave the policy as it is, as in a critic's warm-up.
         kl: The KL coefficient where it is not `config.kl`, as when it adapts.
         step: The step of RL, counted from 0, for the learning rates; when left out, all updates were taken.
+        version: The version of the policy that is trained. Engine and trainer are compared on the tokens that
+            it has sampled, and on all where it is left out.
     """
     config = config if kl is None else config.model_copy(update={"kl": kl})
     algorithm = algorithm_of(config)
@@ -246,13 +253,16 @@ def policy_update(
     metrics["no_signal"] = float(not advantages.advantages_T[experience.trained_T].any())
     objective = PolicyObjective(algorithm, config, reference, learner.temperature)
     entropies = TokenNotes(len(experience.trained_T))
+    compared_T = sampled_by(experience.rows, version).to(learner.device)
     measured: list[dict[str, float]] = []
     before = None if step is None else config.updates_before(step)
     for place, part in enumerate(part for _ in range(config.epochs) for part in experience.parts):
         # the first update is always taken: it starts where the samples come from
         limit = config.target_kl if any(map(_is_taken, measured)) else None
         noting = replace(
-            objective, entropies=entropies if len(measured) < len(experience.parts) else None
+            objective,
+            entropies=entropies if len(measured) < len(experience.parts) else None,
+            compared_T=None if measured else compared_T,
         )
         at = None if before is None else before + place
         measured.append(_update(learner, experience, advantages, part, noting, limit, at))
@@ -260,7 +270,7 @@ def policy_update(
             measured[-1] = {name: measured[-1][name] for name in _OF_REFUSED}
             break
     note_on_actions(experience, "entropies", entropies.on_host())
-    found = _merged([one for one in measured if one])
+    found = merged([one for one in measured if one])
     found["updates"] = float(sum(map(_is_taken, measured)))
     if any(measured):
         found[TOKENS] = float(experience.trained_T.sum())  # of the batch, whatever the epochs
@@ -305,8 +315,6 @@ def note_on_actions(
             setattr(turn, name, part.tolist())
 
 
-OLD_KL = "kl_old_k3"
-"""What `target_kl` limits."""
 _OF_REFUSED = ("kl_old_k1", OLD_KL, TOKENS)
 """The metrics of an update that `target_kl` refused: why, and the weight of that in the mean."""
 
@@ -349,6 +357,9 @@ class PolicyObjective:
     temperature: float
     entropies: TokenNotes | None = None
     """Where to note the entropies of the trained tokens."""
+    compared_T: Tensor | None = None
+    """The tokens that the weights that are trained have sampled, before they change: where engine and trainer
+    can be compared."""
 
     @property
     def has_other_terms(self) -> bool:
@@ -372,7 +383,10 @@ class PolicyObjective:
                 rollout_logprobs_A=pack.rollout_logprobs_A,
             )
         )
-        metrics |= _comparison(logprobs_A.detach(), pack)
+        metrics |= comparison(logprobs_A.detach(), pack)
+        if self.compared_T is not None:
+            same_A = self.compared_T[pack.source_index_A]
+            metrics |= difference(logprobs_A.detach() - pack.rollout_logprobs_A, same_A)
         if self.reference is not None:
             with torch.no_grad():
                 reference_A, _ = action_logprobs(self.reference, pack, self.temperature)
@@ -418,62 +432,4 @@ def _update(
         measured=packs_of(experience.rows, columns, plain, others, ranks, share=share),
         limits=None if limit is None else {OLD_KL: limit},
     )
-    for name, parts in _SHARES.items():
-        if metrics:
-            metrics[name] = effective_sample_size(*(metrics.pop(f"{name}/{one}") for one in parts))
-    return metrics
-
-
-_SHARES = {"ess": ("sum", "squares"), "ess_sequence": ("sum", "squares", "count")}
-"""Metrics of a whole update, and the per-token numbers whose means they are made from."""
-
-
-def _comparison(logprobs_A: Tensor, pack: Pack) -> dict[str, Tensor]:
-    """How far the weights are from those that sampled, and from those that the step began with."""
-    difference_A = (logprobs_A - pack.rollout_logprobs_A).abs()
-    ratio_A = clamped_log_ratio(logprobs_A - pack.old_logprobs_A).exp()
-    return {
-        "logprob_difference_mean": difference_A,
-        "logprob_difference_max": difference_A,
-        "ratio_mean": ratio_A,
-        "ratio_max": ratio_A,
-        # the tokens were drawn from the old policy, so that is the first argument of the divergence
-        "kl_old_k1": k1(pack.old_logprobs_A, logprobs_A),
-        OLD_KL: k3(pack.old_logprobs_A, logprobs_A),
-    } | _weights(logprobs_A - pack.rollout_logprobs_A, pack.row_A)
-
-
-def _weights(difference_A: Tensor, row_A: Tensor) -> dict[str, Tensor]:
-    """What the effective sample sizes are made from. A row's weight is divided among its tokens."""
-    weight_A = clamped_log_ratio(difference_A).exp()
-    sequence_A = clamped_log_ratio(sum_within(difference_A, row_A)[row_A]).exp()
-    share_A = 1 / size_within(row_A, weight_A.dtype)
-    return {
-        "ess/sum": weight_A,
-        "ess/squares": weight_A**2,
-        "ess_sequence/sum": sequence_A * share_A,
-        "ess_sequence/squares": sequence_A**2 * share_A,
-        "ess_sequence/count": share_A,
-    }
-
-
-def _merged(updates: Sequence[dict[str, float]]) -> dict[str, float]:
-    """One table for the updates of a step: means over tokens, and the largest of what is a largest.
-
-    Only the first update sees the weights that played, so only there can engine and trainer be compared.
-    """
-    merged: dict[str, float] = {}
-    for name in dict.fromkeys(name for update in updates for name in update):
-        having = [update for update in updates if name in update]
-        values = [update[name] for update in having]
-        counts = [1.0 if name in _OF_A_STEP else update[TOKENS] for update in having]
-        if name.startswith("logprob_difference"):
-            merged[name] = values[0]
-        else:
-            mean = sum(v * n for v, n in zip(values, counts, strict=True)) / sum(counts)
-            merged[name] = max(values) if name.endswith("_max") else mean
-    return merged
-
-
-_OF_A_STEP = ("loss", "gradient_norm", "learning_rate")
-"""Metrics that an optimizer step has one of, however many tokens it saw."""
+    return of_update(metrics)

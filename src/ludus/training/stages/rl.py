@@ -209,6 +209,7 @@ class RLStage(Stage[RLConfig]):
             critic_only=warming_up,
             kl=self._kl,
             step=number,
+            version=version,
         )
         self._sync(number)
         return metrics | (batch.metrics if self._replay is not None else {})

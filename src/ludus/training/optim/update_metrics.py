@@ -1,0 +1,110 @@
+"""The metrics of a policy's update: how far its weights are from those that sampled, and from its own before.
+
+Metrics are means over tokens, and some are made from several of them (`of_update`): the effective sample sizes;
+and how far engine and trainer differ, which is over the tokens that the very weights that are trained have
+sampled. An asynchronous run has older tokens beside them: a difference there is what has been learned since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ludus.algos import effective_sample_size, k1, k3
+from ludus.algos.advantage_inputs import size_within, sum_within
+from ludus.algos.losses import clamped_log_ratio
+from ludus.core.trajectory import Segment
+from ludus.training.data.packing import Pack, Row
+from ludus.training.optim.learner import TOKENS
+
+OLD_KL = "kl_old_k3"
+"""What `target_kl` limits."""
+DIFFERENCE = "logprob_difference"
+_SHARES = {"ess": ("sum", "squares"), "ess_sequence": ("sum", "squares", "count")}
+"""Metrics of a whole update, and the per-token numbers whose means they are made from."""
+
+
+def of_update(metrics: dict[str, float]) -> dict[str, float]:
+    """The metrics of an update, from the means over its tokens; nothing from none."""
+    found = dict(metrics)
+    for name, parts in _SHARES.items() if metrics else ():
+        found[name] = effective_sample_size(*(found.pop(f"{name}/{one}") for one in parts))
+    share = found.pop(f"{DIFFERENCE}_share", None)
+    if share:
+        found[f"{DIFFERENCE}_mean"] /= share
+    elif share is not None:  # no token was sampled by these weights
+        del found[f"{DIFFERENCE}_mean"], found[f"{DIFFERENCE}_max"]
+    return found
+
+
+def sampled_by(rows: Sequence[Row], version: int | None) -> Tensor:
+    """Which tokens a version of the policy has sampled; one whose version is not known may be."""
+    found: list[npt.NDArray[np.bool_]] = []
+    for row in rows:
+        mask = np.array(row.action_mask, dtype=np.bool_)
+        mask[mask] = np.concatenate([_said_by(turn, version) for turn in row.turns] or [mask[:0]])
+        found.append(mask)
+    return torch.from_numpy(np.concatenate(found))
+
+
+def _said_by(turn: Segment, version: int | None) -> npt.NDArray[np.bool_]:
+    said = np.ones(len(turn.tokens), dtype=np.bool_)
+    for span in turn.versions:
+        said[span.start :] = version in (None, span.version)
+    return said
+
+
+def comparison(logprobs_A: Tensor, pack: Pack) -> dict[str, Tensor]:
+    """How far the weights are from those that sampled, and from those that the step began with."""
+    ratio_A = clamped_log_ratio(logprobs_A - pack.old_logprobs_A).exp()
+    return {
+        "ratio_mean": ratio_A,
+        "ratio_max": ratio_A,
+        # the tokens were drawn from the old policy, so that is the first argument of the divergence
+        "kl_old_k1": k1(pack.old_logprobs_A, logprobs_A),
+        OLD_KL: k3(pack.old_logprobs_A, logprobs_A),
+    } | _weights(logprobs_A - pack.rollout_logprobs_A, pack.row_A)
+
+
+def difference(difference_A: Tensor, same_A: Tensor) -> dict[str, Tensor]:
+    """What the differences between engine and trainer are made from: those of tokens of the same weights."""
+    size_A = difference_A.abs()
+    return {
+        f"{DIFFERENCE}_mean": torch.where(same_A, size_A, 0.0),
+        f"{DIFFERENCE}_max": torch.where(same_A, size_A, -torch.inf),
+        f"{DIFFERENCE}_share": same_A.to(size_A.dtype),
+    }
+
+
+def _weights(difference_A: Tensor, row_A: Tensor) -> dict[str, Tensor]:
+    """What the effective sample sizes are made from. A row's weight is divided among its tokens."""
+    weight_A = clamped_log_ratio(difference_A).exp()
+    sequence_A = clamped_log_ratio(sum_within(difference_A, row_A)[row_A]).exp()
+    share_A = 1 / size_within(row_A, weight_A.dtype)
+    return {
+        "ess/sum": weight_A,
+        "ess/squares": weight_A**2,
+        "ess_sequence/sum": sequence_A * share_A,
+        "ess_sequence/squares": sequence_A**2 * share_A,
+        "ess_sequence/count": share_A,
+    }
+
+
+def merged(updates: Sequence[dict[str, float]]) -> dict[str, float]:
+    """One table for the updates of a step: means over tokens, and the largest of what is a largest."""
+    found: dict[str, float] = {}
+    for name in dict.fromkeys(name for update in updates for name in update):
+        having = [update for update in updates if name in update]
+        values = [update[name] for update in having]
+        counts = [1.0 if name in _OF_A_STEP else update[TOKENS] for update in having]
+        mean = sum(v * n for v, n in zip(values, counts, strict=True)) / sum(counts)
+        found[name] = max(values) if name.endswith("_max") else mean
+    return found
+
+
+_OF_A_STEP = ("loss", "gradient_norm", "learning_rate")
+"""Metrics that an optimizer step has one of, however many tokens it saw."""
