@@ -22,6 +22,7 @@ from rich.text import Text
 
 from ludus.observe.metrics import combine, definition_of
 from ludus.observe.run_folder import RunFolder
+from ludus.observe.silence import explain_silence
 
 _UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
@@ -159,6 +160,8 @@ class Progress:
 
 def numbers_text(metrics: Mapping[str, float], shown: Mapping[str, str] = SHOWN_METRICS) -> str:
     """The shown numbers in one line, shares in per cent; those that are missing are left out."""
+    if explain_silence(metrics).is_solved:
+        shown = {name: label for name, label in shown.items() if name != "no_signal"}
     parts = [
         f"{label} {_formatted(name, metrics[name])}"
         for name, label in shown.items()

@@ -220,6 +220,7 @@ TRAINING_METRICS: tuple[Metric, ...] = (
     Metric("curriculum/<setting>", "The value of a scheduled setting in this step.", "any", "last"),
     Metric("no_signal", "Whether nothing could be learned from the step's rewards: no advantage differed from "
            "0, as where the rewards of each group are all equal.", "share"),
+    Metric("without_advantage", "Share of the tokens in the loss whose advantage is 0.", "share"),
     Metric("success_low", "Lower end of the 95% interval of `success`, lost episodes counted as 0.",
            "share", "last"),
     Metric("success_high", "Upper end of the 95% interval of `success`, lost episodes counted as 1.",

@@ -29,6 +29,7 @@ from ludus.core.failures import failed_episodes_warning
 from ludus.core.trajectory import Group
 from ludus.observe import Checkpoint, RunWriter, prefixed, remove_directory
 from ludus.observe.gpu import GpuMonitor
+from ludus.observe.silence import explain_silence
 from ludus.training.checkpoint import (
     RunProgress,
     load_progress,
@@ -250,11 +251,13 @@ class Trainer:
             log.warning("step %d: %s", self.progress.step, text)
 
     def _warn_of_silence(self, metrics: Mapping[str, float]) -> None:
-        """Say, once, that several steps in a row have taught nothing."""
+        """Say, once, that several steps in a row have taught nothing; and once that there is nothing left."""
         self._silent = self._silent + 1 if metrics.get("no_signal") else 0
-        if self._silent == _SILENT_STEPS and "no signal" not in self._warned:
-            self._warned.add("no signal")
-            log.warning("%s", no_signal_text(metrics, f"in {_SILENT_STEPS} steps in a row"))
+        is_solved = explain_silence(metrics).is_solved
+        if self._silent >= _SILENT_STEPS and f"solved: {is_solved}" not in self._warned:
+            self._warned.add(f"solved: {is_solved}")
+            level = logging.INFO if is_solved else logging.WARNING
+            log.log(level, "%s", no_signal_text(metrics, f"in {self._silent} steps in a row"))
 
     def _phase(self, stage: Stage[Any]) -> str:
         """What the stage is called where people read: counted, where there are several of its kind."""

@@ -21,6 +21,7 @@ from ludus.observe import (
     read_failures,
     table_markdown,
 )
+from ludus.observe.silence import explain_silence
 from ludus.training.config.recipe import STAGE_CONFIGS, Recipe, stage_ends
 from ludus.training.config.rl import RLConfig
 from ludus.training.plateau import Plateau, find_plateau, plateau_report, values_of
@@ -189,22 +190,12 @@ def _failed_text(row: Mapping[str, float]) -> str:
 
 def no_signal_text(row: Mapping[str, float], steps: str) -> str:
     """Why nothing was learned in `steps`, as far as the last one of them tells, and what to do."""
-    success = row.get("success")
-    likely = (
-        "the attempts at each task do the same (the policy is almost deterministic, look at entropy), or the "
-        "rewards do not tell them apart"
-    )
-    if row.get("reward_std") == 0:
-        likely = "the reward pays every episode the same"
-        if success == 0 and not row.get("reward"):
-            likely = "the tasks are too hard, or no answer has the form that the reward looks for"
-        elif success == 1:
-            likely = "the tasks are too easy"
+    why = explain_silence(row)
+    found = "nothing was left to learn" if why.is_solved else "no signal"
     return (
-        f"no signal {steps}: the rewards of each group were all equal (mean {row.get('reward', 0.0):.2f}), so "
-        f"every advantage was 0 and nothing was learned. Most likely {likely}. Read some episodes "
-        "(ludus show RUN); then try a warm start, easier tasks or a curriculum, a reward with partial credit, "
-        "more rl.attempts, rl.refill, or a higher sampling.temperature"
+        f"{found} {steps}: the rewards of each group were all equal (mean {row.get('reward', 0.0):.2f}), so "
+        f"every advantage was 0. Most likely {why.likely}. Read some episodes (ludus show RUN); then "
+        f"{why.advice}"
     )
 
 
@@ -224,6 +215,8 @@ def _warnings(run: RunFolder) -> list[str]:
             )
     reinforced = [row for row in rows if row.get("no_signal") is not None]
     silent = [row for row in reinforced if row["no_signal"]]
+    if len(silent) < len(reinforced):  # it has learned: what it has solved by now is no trouble
+        silent = [row for row in silent if not explain_silence(row).is_solved]
     if silent and len(silent) >= NOTABLE_SHARE * len(reinforced):
         found.append(no_signal_text(silent[-1], f"in {len(silent)} of {len(reinforced)} steps"))
     shares = [row["fault_share/tool_raised"] for row in rows if "fault_share/tool_raised" in row]

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from ludus.core.failures import NOTABLE_SHARE
 from ludus.core.messages import Json
+from ludus.observe.silence import explain_silence
 from ludus.viewer.episode_index import EpisodeIndex
 
 Severity = Literal["error", "warning", "note"]
@@ -82,6 +83,16 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
+def _recent(rows: Rows, name: str) -> float:
+    """The mean over the last steps that have it; not a number where none has."""
+    return _mean(_column(rows, name)[-_RECENT:])
+
+
+def _succeeds(rows: Rows) -> bool:
+    """Whether episodes nearly always succeed by now: what else they do is then the way to do it."""
+    return _recent(rows, "success") >= 0.9
+
+
 def _thirds(values: Sequence[float]) -> tuple[float, float]:
     """The means of the first and the last third."""
     size = max(1, len(values) // 3)
@@ -89,33 +100,32 @@ def _thirds(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _no_signal(rows: Rows) -> Iterator[Finding]:
-    recent = _column(rows, "no_signal")[-_RECENT:]
-    if len(recent) >= 3 and _mean(recent) >= 0.5:
-        rewards = _column(rows, "reward")[-_RECENT:]
-        yield Finding(
-            "no_signal",
-            "error",
-            f"Nothing to learn from in {sum(recent):.0f} of the last {len(recent)} steps",
-            "The attempts of each group had the same reward, so every advantage was 0 "
-            f"(mean reward {_mean(rewards):.3g}). The tasks are too hard, too easy, or the reward is constant.",
-            {"sort": "step"},
-            "groups_without_signal",
-        )
+    """Most steps, or most of what is trained on, taught nothing; where all is solved, that is good news."""
+    recent = [row for row in rows if "no_signal" in row][-_RECENT:]
+    silent = [row for row in recent if row["no_signal"]]
+    idle = _column(recent, "without_advantage")
+    is_silent = len(recent) >= 3 and len(silent) >= 0.5 * len(recent)
+    if not is_silent and not (len(idle) >= 3 and _mean(idle) >= 0.9):
         return
-    share = _column(rows, "groups_without_signal")[-_RECENT:]
-    if len(share) >= 3 and _mean(share) >= 0.9:
-        yield Finding(
-            "no_signal",
-            "warning",
-            f"{_mean(share):.0%} of the groups have nothing to teach",
-            "In these groups all attempts have the same reward. More attempts, other tasks or rl.refill help.",
-            {"sort": "step"},
-            "groups_without_signal",
-        )
+    usual = {n: _recent(silent if is_silent else recent, n) for n in ("success", "reward", "reward_std")}
+    why = explain_silence({name: value for name, value in usual.items() if not math.isnan(value)})
+    told = f"Every advantage was 0 (mean reward {usual['reward']:.3g}). Most likely {why.likely}: {why.advice}."
+    if why.is_solved:
+        title = f"Solved: nothing was left to learn in {len(silent)} of the last {len(recent)} steps"
+        yield Finding("solved", "note", title, told, {"sort": "step"}, "success")
+    elif is_silent:
+        title = f"Nothing to learn from in {len(silent)} of the last {len(recent)} steps"
+        yield Finding("no_signal", "error", title, told, {"sort": "step"}, "no_signal")
+    else:
+        title = f"{_mean(idle):.0%} of what is trained on has nothing to teach"
+        told = f"Its advantage is 0. Most likely {why.likely}: {why.advice}."
+        yield Finding("no_signal", "warning", title, told, {"sort": "step"}, "without_advantage")
 
 
 def _diverged(rows: Rows) -> Iterator[Finding]:
-    for name in ("loss", "gradient_norm", "kl", "entropy"):
+    for name in dict.fromkeys(name for row in rows for name in row):
+        if name.rpartition("/")[2] not in ("loss", "gradient_norm", "kl", "entropy"):
+            continue
         broken = [row["step"] for row in rows if name in row and not math.isfinite(row[name])]
         if broken:
             yield Finding(
@@ -143,14 +153,16 @@ def _engine_apart(rows: Rows) -> Iterator[Finding]:
 
 def _hacking(rows: Rows) -> Iterator[Finding]:
     both = [row for row in rows if "reward" in row and "success" in row]
-    if len(both) < _FEWEST_STEPS:
-        return
+    is_told = any("reward/success" in row for row in both)
+    if len(both) < _FEWEST_STEPS or not (is_told or any(_column(both, "success"))):
+        return  # a total that never comes to 1 is no failure, where no reward says what success is
     (reward_first, reward_last), (success_first, success_last) = (
         _thirds(_column(both, name)) for name in ("reward", "success")
     )
     spread = max(_column(both, "reward")) - min(_column(both, "reward"))
     rise, gain = reward_last - reward_first, success_last - success_first
-    if spread > 0 and rise > 0.3 * spread and rise > 0.05 and gain < 0.25 * rise and gain < 0.05:
+    is_stuck = gain < 0.25 * rise and gain < 0.05 and not _succeeds(both)
+    if spread > 0 and rise > 0.3 * spread and rise > 0.05 and is_stuck:
         yield Finding(
             "reward_hacking",
             "error",
@@ -178,12 +190,16 @@ def _lengths(rows: Rows) -> Iterator[Finding]:
     if len(lengths) < _FEWEST_STEPS:
         return
     first, last = _thirds(lengths)
-    if first > 0 and last < 0.3 * first:
+    before, now = _thirds(_column(rows, "success"))
+    is_better = now > before + 0.05
+    if first > 0 and last < 0.3 * first and not _succeeds(rows):
         yield Finding(
             "short",
-            "warning",
+            "note" if is_better else "warning",
             f"Answers have shrunk from {first:.0f} to {last:.0f} tokens",
-            "A policy that says less and less may have given up, or found a short way to be paid.",
+            f"Success has risen with it, from {before:.0%} to {now:.0%}."
+            if is_better
+            else "A policy that says less and less may have given up, or found a short way to be paid.",
             {"sort": "tokens", "order": "asc"},
             "tokens/action",
         )
@@ -202,7 +218,7 @@ def _collapse(rows: Rows) -> Iterator[Finding]:
     entropy = _column(rows, "entropy")
     if len(entropy) >= _FEWEST_STEPS:
         first, last = _thirds(entropy)
-        if last < 0.02 and last < 0.1 * first:
+        if last < 0.02 and last < 0.1 * first and not _succeeds(rows):
             yield Finding(
                 "collapse",
                 "warning",
@@ -214,7 +230,7 @@ def _collapse(rows: Rows) -> Iterator[Finding]:
 
 def _truncated(rows: Rows) -> Iterator[Finding]:
     recent = _column(rows, "truncated")[-_RECENT:]
-    if len(recent) >= 3 and _mean(recent) > 0.5:
+    if len(recent) >= 3 and _mean(recent) > 0.5 and not _succeeds(rows):
         yield Finding(
             "truncated",
             "warning",
@@ -277,13 +293,15 @@ def _tools(run: str, index: EpisodeIndex) -> Iterator[Finding]:
         "AS slow, "
         "sum(len(list_filter(faulted, lambda f: f = tool))) AS errors, "
         "sum(len(list_filter(list_zip(faulted, faults), lambda p: p[1] = tool AND p[2] = 'unknown_tool'))) "
-        "AS unknown "
+        "AS unknown, "
+        "avg(list_contains(faulted, tool)::INTEGER) FILTER (step >= (SELECT max(step) - 5 FROM named)) AS late "
         "FROM named GROUP BY tool ORDER BY hit DESC LIMIT 50",
         [run],
     )
     for row in rows:
         hit, episodes = row["hit"] or 0, row["episodes"]
-        if episodes < _FEWEST_CALLS or hit < 0.6 * episodes:
+        late = row["late"]  # none where it has not been called lately
+        if episodes < _FEWEST_CALLS or hit < 0.6 * episodes or (late is not None and late < 0.3):
             continue
         name = row["tool"]
         if (row["unknown"] or 0) > 0.5 * (row["errors"] or 1):
@@ -320,9 +338,9 @@ def _malformed(run: str, index: EpisodeIndex) -> Iterator[Finding]:
         "FROM episodes WHERE run = $1)) AS late FROM episodes WHERE run = $1",
         [run],
     )
-    hit, count = rows[0]["hit"] or 0, rows[0]["n"]
-    if hit < _FEWEST_CALLS or (hit < 0.1 * count and (rows[0]["late"] or 0) < 0.2):
-        return
+    hit, count, late = rows[0]["hit"] or 0, rows[0]["n"], rows[0]["late"] or 0
+    if hit < _FEWEST_CALLS or late < 0.05 or (hit < 0.1 * count and late < 0.2):
+        return  # few, or it has learned better
     where = index.rows(
         "SELECT regexp_replace(task, '[-_/ ]?[0-9]+.*$', '') AS kind, count(*) AS n, "
         "avg(list_contains(faults, 'malformed_call')::INTEGER) AS share FROM episodes WHERE run = ? "
@@ -396,7 +414,9 @@ def _one_answer(run: str, index: EpisodeIndex) -> Iterator[Finding]:
     if not rows:
         return
     row = rows[0]
-    if row["total"] >= _FEWEST_EPISODES and row["n"] > 0.7 * row["total"] and row["targets"] >= 4:
+    is_wrong = (row["success"] or 0) < 0.5  # an agent that ends with "done" may have done it
+    is_usual = row["n"] > 0.7 * row["total"] and row["targets"] >= 4
+    if row["total"] >= _FEWEST_EPISODES and is_usual and is_wrong:
         yield Finding(
             "one_answer",
             "warning",

@@ -153,8 +153,12 @@ def planned_steps(recipe: Mapping[str, Any]) -> int:
     stages = recipe.get("stage") or [recipe.get("warm_start"), recipe.get("rl")]
     total = 0
     for stage in stages if isinstance(stages, list) else ():
-        steps = stage.get("steps") if isinstance(stage, Mapping) else None
-        total += steps if isinstance(steps, int) else 0
+        if not isinstance(stage, Mapping):
+            continue
+        if stage.get("epochs") is not None and stage.get("kind") != "rl":
+            return 0  # how many steps these are, the data say
+        steps, rounds = stage.get("steps"), stage.get("rounds", 1)
+        total += steps * rounds if isinstance(steps, int) and isinstance(rounds, int) else 0
     return total
 
 

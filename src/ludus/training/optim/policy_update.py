@@ -250,7 +250,9 @@ def policy_update(
         metrics |= _update_critic(critic, experience, advantages.returns_T, config, step)
     if critic_only:
         return metrics
-    metrics["no_signal"] = float(not advantages.advantages_T[experience.trained_T].any())
+    idle_A = advantages.advantages_T[experience.trained_T] == 0
+    metrics["no_signal"] = float(idle_A.all())
+    metrics["without_advantage"] = float(idle_A.float().mean()) if len(idle_A) else 1.0
     objective = PolicyObjective(algorithm, config, reference, learner.temperature)
     entropies = TokenNotes(len(experience.trained_T))
     compared_T = sampled_by(experience.rows, version).to(learner.device)

@@ -1,0 +1,62 @@
+"""Runs whose steps teach nothing: solved ones are told as such; algorithms without groups are told of none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stage_runs import Talker
+from training_helpers import TINY, tasks
+
+import ludus
+from ludus.viewer.findings import metric_findings
+
+RL = {"kind": "rl", "steps": 6, "tasks": 1, "attempts": 2, "optimizer": {"learning_rate": 1e-3}}
+
+
+def run(folder: Path, reward: Any, **stage: Any) -> ludus.Result:
+    base = {name: table for name, table in TINY.items() if name != "rl"}
+    tables = {**base, "max_in_flight": 1, "stage": [{**RL, **stage}], "run": {"folder": str(folder)}}
+    return ludus.train(**tables, tasks=tasks(6), held_out=tasks(1, 50), rewards=[reward], agent=Talker())
+
+
+@ludus.reward
+async def solved(task: ludus.Task) -> float:
+    return 1.0
+
+
+@ludus.reward
+async def solved_at_some(task: ludus.Task, trajectory: ludus.Trajectory) -> float:
+    """At every third task, attempts differ."""
+    return float(trajectory.attempt % 2) if int(task.id) % 3 == 0 else 1.0
+
+
+@ludus.reward
+async def chance(trajectory: ludus.Trajectory) -> float:
+    return float(trajectory.seed % 2)
+
+
+def test_a_run_that_has_learned_and_is_solved_has_no_warning(tmp_path: Path) -> None:
+    result = run(tmp_path / "run", solved_at_some)
+    assert sum(row.get("no_signal", 0) for row in result.metrics) == 4
+    assert "no signal" not in result.report.warnings and result.report.warnings == []
+    kinds = {one.kind: one.severity for one in metric_findings(result.metrics)}
+    assert kinds["solved"] == "note" and "no_signal" not in kinds
+    log = result.run.log_path.read_text()
+    assert "nothing was left to learn in 3 steps in a row" in log and "WARNING" not in log
+
+
+def test_a_run_that_was_solved_from_the_start_is_told_so(tmp_path: Path) -> None:
+    (told,) = run(tmp_path / "run", solved).report.warnings
+    assert "too easy from the start" in told and "harder tasks" in told and "easier tasks" not in told
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "reinforce", "reinforce_pp"])
+def test_algorithms_without_groups_are_not_told_of_groups(algorithm: str, tmp_path: Path) -> None:
+    result = run(tmp_path / "run", chance, algorithm=algorithm, attempts=1, tasks=4)
+    rows = [row for row in result.metrics if "groups_without_signal" in row]
+    assert all(row["groups_without_signal"] == 1 for row in rows)
+    idle = [row["without_advantage"] for row in rows if "without_advantage" in row]
+    assert idle and sum(idle) / len(idle) < 0.5
+    assert not [one for one in metric_findings(result.metrics) if one.kind == "no_signal"]
