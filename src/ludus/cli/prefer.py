@@ -191,6 +191,7 @@ def _ask_judge(
 
 def train_reward_model(data: Path, out: Path, model: str | None, settings: Sequence[str]) -> None:
     """Train a reward model on a file of pairs or of scored steps, and print what it is worth."""
+    from ludus.training.config.stages import CRITIC_RATES
     from ludus.training.reward_models import RewardModelConfig, fit_reward_model
 
     console = Console()
@@ -199,6 +200,8 @@ def train_reward_model(data: Path, out: Path, model: str | None, settings: Seque
     named: dict[str, Any] = {"scratch": {}} if model == "scratch" else {"name": model}
     given: dict[str, Any] = {} if model is None else {"model": named}
     config = RewardModelConfig.parse(apply_overrides(given, settings), "the reward model")
+    rate = config.optimizer.for_model(CRITIC_RATES, config.model).peak_rate
+    console.print(f"learning rate {rate:g} (usual for this model: {CRITIC_RATES.of(config.model):g})")
     with console.status("training") as status:
         result = fit_reward_model(
             data,

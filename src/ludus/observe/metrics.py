@@ -161,7 +161,8 @@ TRAINING_METRICS: tuple[Metric, ...] = (
     Metric("gradient_norm", "L2 norm of the whole gradient before clipping.", "1"),
     Metric("learning_rate", "Learning rate of the optimizer step.", "1", "last"),
     Metric("logprob_difference_mean", "Mean absolute difference between the engine's and the trainer's "
-           "log-probability of the same action token under the same weights.", "nats"),
+           "log-probability of the same action token under the same weights; absent in a step without such "
+           "tokens, as an asynchronous one may be.", "nats"),
     Metric("logprob_difference_max", "The largest such difference.", "nats", "max"),
     Metric("ratio_mean", "Mean ratio of a trained token's probability to its probability when the step "
            "began.", "1"),

@@ -31,7 +31,7 @@ class CriticConfig(Config):
     """Its own optimizer settings."""
 
     def for_model(self, model: ModelConfig, steps: int) -> CriticConfig:
-        """The same with what is usual for the model and a stage of so many steps, where nothing is said."""
+        """With what is usual for the model and a stage of so many steps, where nothing is said."""
         warm_up = min(5, steps // 4) if self.warmup_steps is None else self.warmup_steps
         optimizer = self.optimizer.for_model(CRITIC_RATES, model)
         return self.model_copy(update={"warmup_steps": warm_up, "optimizer": optimizer})

@@ -62,7 +62,7 @@ class OptimizerConfig(Config):
         return RL_RATES.full if self.learning_rate is None else self.learning_rate
 
     def for_model(self, rates: UsualRates, model: ModelConfig) -> OptimizerConfig:
-        """The same with the usual learning rate, where it has none."""
+        """With the usual learning rate, where it has none."""
         if self.learning_rate is not None:
             return self
         return self.model_copy(update={"learning_rate": rates.of(model)})

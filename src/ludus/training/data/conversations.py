@@ -318,7 +318,7 @@ def _rendered(conversation: Conversation, renderer: Renderer, tools: Sequence[To
 
 
 def _only_read(trajectory: Trajectory, shared: int) -> Trajectory:
-    """The same, but what is said in the first `shared` messages is read and not learned."""
+    """What is said in the first `shared` messages becomes something that is read, and is not learned."""
     for action in trajectory.actions[: len(answers(trajectory.messages[:shared]))]:
         action.kind, action.logprobs, action.finish = SegmentKind.OBSERVATION, None, None
     trajectory.sequences = [one for one in trajectory.sequences if one.actions]
