@@ -19,7 +19,16 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ludus.algos import Attempt, TurnTokens
-from ludus.core import Group, Segment, SegmentKind, StopReason, Task, TokenSequence, Trajectory
+from ludus.core import (
+    Branch,
+    Group,
+    Segment,
+    SegmentKind,
+    StopReason,
+    Task,
+    TokenSequence,
+    Trajectory,
+)
 from ludus.engine import use_ludus_attention
 from ludus.training import Learner, OptimizerConfig, RolloutBatch
 
@@ -103,6 +112,45 @@ def played(model: nn.Module, seed: int = 0, groups: int = 4, noise: float = 0.15
                 ]
             place += len(segment.tokens)
     return RolloutBatch(made, frozenset(), [number % 2 for number in range(groups)], {})
+
+
+def branched(model: nn.Module, seed: int = 0, groups: int = 3, attempts: int = 5) -> RolloutBatch:
+    """Groups of random trees: the first attempt begins at the prompt, most others share turns with another."""
+    source = random.Random(seed)
+    made: list[Group] = []
+    for number in range(groups):
+        task, prompt = Task.of("x", id=str(number)), [number, 7, 8]
+        grown: list[Trajectory] = []
+        for attempt in range(attempts):
+            one = episode(task, prompt, source, attempt)
+            own = one.sequences[0].segments
+            parent = source.choice(grown) if grown and source.random() < 0.8 else None
+            places = _turn_ends(parent) if parent is not None else []
+            if parent is not None and places:
+                count = source.choice(places)
+                own[:1] = parent.sequences[0].segments[:count]
+                one.branch = Branch(parent.attempt, count)
+            grown.append(one)
+        made.append(Group(task, grown))
+    for segment, logprobs in _sampled_under(model, made):
+        segment.logprobs = [value + source.uniform(-0.1, 0.1) for value in logprobs]
+    return RolloutBatch(made, frozenset(), [0] * groups, {})
+
+
+def _turn_ends(trajectory: Trajectory) -> list[int]:
+    """After how many segments another attempt can go on: after what was heard, before the next action."""
+    segments = trajectory.sequences[0].segments
+    return [i + 1 for i, one in enumerate(segments) if one.kind is SegmentKind.OBSERVATION]
+
+
+def _sampled_under(model: nn.Module, groups: Iterable[Group]) -> Iterable[tuple[Segment, list[float]]]:
+    for trajectory in (t for group in groups for t in group.trajectories):
+        logprobs = row_logprobs(model, trajectory.tokens).tolist()
+        place = 0
+        for segment in trajectory.sequences[0].segments:
+            if segment.kind is SegmentKind.ACTION:
+                yield segment, logprobs[place : place + len(segment.tokens)]
+            place += len(segment.tokens)
 
 
 def with_long_prompts(given: RolloutBatch, length: int = 50) -> RolloutBatch:

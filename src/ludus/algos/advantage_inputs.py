@@ -115,12 +115,12 @@ class AdvantageInputs:
     def broadcast(self, advantages_N: Tensor) -> Advantages:
         """One number per trajectory, given to each of its tokens that the loss applies to.
 
-        A turn that several trajectories share gets the mean of theirs.
+        A turn that several trajectories share gets the mean of theirs, of those that are in the loss.
         """
         advantages_T = advantages_N[self.trajectory_T]
         if self.tree is not None:
             turn_T = required(self.turn_T, "turn_T")
-            mean_U = self.tree.node_means(advantages_N)[self.tree.node_U]
+            mean_U = self.tree.credits(advantages_N)[self.tree.node_U]
             padded = torch.cat([mean_U, mean_U.new_zeros(1)])
             advantages_T = torch.where(turn_T >= 0, padded[turn_T], advantages_T)
         return Advantages(advantages_T * self.loss_mask)

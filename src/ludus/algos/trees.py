@@ -10,7 +10,8 @@ leaves, have in common. Three attempts, of which B branched off A after two turn
 
 The value of a node is the mean reward of its leaves. The prompt is the node above all of them: its leaves are
 the whole group. An advantage per attempt becomes one per turn as the mean over the leaves of its node
-(`AdvantageInputs.broadcast`), so that `grpo` over the leaves of a tree is ARPO's credit.
+(`AdvantageInputs.broadcast`), so that `grpo` over the leaves of a tree is ARPO's credit. Masked leaves are in
+every baseline and in no credit: a turn that others have too is trained with the mean over those.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class TreeNodes:
     """The trajectories below each node, itself a trajectory's last node included."""
     tree_N: Tensor
     """The tree of each trajectory: those that share a turn, directly or through others, are in one."""
+    masked_N: Tensor | None = None
+    """True at trajectories that are not in the loss. None: all are."""
 
     def node_means(self, values_N: Tensor) -> Tensor:
         """The mean over the leaves of each node."""
@@ -63,6 +66,16 @@ class TreeNodes:
         count = len(self.parent_K)
         sums_K = sum_within((values_N * weight_N)[self.leaf_P], self.node_P, count)
         return sums_K / sum_within(weight_N[self.leaf_P], self.node_P, count).clamp(min=1e-12)
+
+    def credits(self, values_N: Tensor, weight_N: Tensor | None = None) -> Tensor:
+        """The mean over those leaves of each node that are in the loss; over all where none is."""
+        weight_N = torch.ones_like(values_N) if weight_N is None else weight_N
+        of_all_K = self.weighted_means(values_N, weight_N)
+        if self.masked_N is None:
+            return of_all_K
+        trained_N = (~self.masked_N).to(values_N.dtype)
+        is_trained_K = sum_within(trained_N[self.leaf_P], self.node_P, len(self.parent_K)) > 0
+        return torch.where(is_trained_K, self.weighted_means(values_N, weight_N * trained_N), of_all_K)
 
     def policy_shares(self, group_N: Tensor) -> Tensor:
         """The share of the policy's own attempts that each trajectory stands for: they sum to 1 in each group.
@@ -95,7 +108,7 @@ class TreeNodes:
         return sum_within(of_node_K[self.node_P], self.leaf_P, count)
 
 
-def tree_nodes(paths: Sequence[Sequence[int]], turns: int) -> TreeNodes:
+def tree_nodes(paths: Sequence[Sequence[int]], turns: int, masked_N: Tensor | None = None) -> TreeNodes:
     """The nodes of these trajectories, each given by its turns in order; there are `turns` in all."""
     leaves: list[list[int]] = [[] for _ in range(turns)]
     for leaf, path in enumerate(paths):
@@ -122,6 +135,7 @@ def tree_nodes(paths: Sequence[Sequence[int]], turns: int) -> TreeNodes:
         node_P=whole([k for k, _ in pairs]),
         leaf_P=whole([leaf for _, leaf in pairs]),
         tree_N=whole(trees),
+        masked_N=masked_N,
     )
 
 
@@ -196,9 +210,10 @@ def tree_value(
         V(n) = mean reward of the leaves below n, V(prompt) = mean(group)
         A(n) = V(n) - V(parent of n) + group_weight * (V(n) - V(prompt))
 
-    All turns of a node get its advantage. With `group_weight` 1 this is TreeRL's local and global
-    advantage, but for its division by the root of the number of leaves, which makes up for training shared
-    tokens once per leaf: here they are trained once. Without branches it is Dr. GRPO's advantage.
+    Masked leaves are in V(parent) and V(prompt), and in V(n) where all of its leaves are masked. All turns of a
+    node get its advantage. With `group_weight` 1 this is TreeRL's local and global advantage, but for its
+    division by the root of the number of leaves, which makes up for training shared tokens once per leaf: here
+    they are trained once. Without branches it is Dr. GRPO's advantage.
 
     Guo et al., "Segment Policy Optimization", 2025, arXiv:2505.23564; Hou et al., "TreeRL: LLM Reinforcement
     Learning with On-Policy Tree Search", 2025, arXiv:2506.11902.
@@ -216,6 +231,7 @@ def tree_value(
     from_mean_N = centered(totals_N, inputs.group_N)  # V(prompt) is 0 from here on
     if normalise:
         from_mean_N = standardized(totals_N, inputs.group_N)
+    weight_N: Tensor | None = None
     if weigh == "policy":
         weight_N = tree.policy_shares(inputs.group_N).to(totals_N.dtype)
         prompt_N = sum_within(weight_N * from_mean_N, inputs.group_N)[inputs.group_N]
@@ -224,5 +240,6 @@ def tree_value(
     else:
         value_K = tree.node_means(from_mean_N)
     before_K = torch.cat([value_K, value_K.new_zeros(1)])[tree.parent_K] if count else value_K
-    found_K = value_K - before_K + group_weight * value_K
+    credit_K = tree.credits(from_mean_N, weight_N)
+    found_K = credit_K - before_K + group_weight * credit_K
     return inputs.broadcast_turns(found_K[tree.node_U])

@@ -2,7 +2,8 @@
 
 A row is one sequence of a trajectory, with the prefix it shares with its ancestors in front. The prefix is
 context: its actions are trained where they were first sampled, and nowhere else. So it is with the turns that a
-branch of a tree shares with another attempt: the first of the given trajectories that has them trains them.
+branch of a tree shares with another attempt: the first of the given trajectories that has them trains them, so
+that unmasked episodes come before masked ones.
 
 Tensors over the tokens of all rows, in the order given, have T in their names. Indexing goes through numpy:
 torch would wake one thread per core, and on a busy host the last of them keeps the GPU waiting for
@@ -56,7 +57,7 @@ def rows_of(trajectories: Sequence[Trajectory]) -> list[Row]:
     shared = _shared_segments(trajectories)
     for number, trajectory in enumerate(trajectories):
         for index, sequence in enumerate(trajectory.sequences):
-            known = shared.get(number, 0) if index == 0 else 0
+            known = shared[number] if index == 0 else 0
             before = _inherited(trajectory, index) + sequence.segments[:known]
             own = sequence.segments[known:]
             mask = [s.kind is SegmentKind.ACTION for s in own for _ in s.tokens]
@@ -92,15 +93,22 @@ def _observed(segment: Segment) -> list[bool]:
 
 
 def _shared_segments(trajectories: Sequence[Trajectory]) -> dict[int, int]:
-    """How many leading segments of each branch an earlier one of these trajectories has already."""
+    """How many leading segments of each attempt at a tree an earlier one of these trajectories has already.
+
+    That may be the one that it branched off, or a branch of its own.
+    """
     shared: dict[int, int] = {}
     seen: set[int] = set()
+    inherited: set[int] = set()
+    """Of the segments seen, those that a branch has from another attempt."""
     for number, trajectory in enumerate(trajectories):
         segments = trajectory.sequences[0].segments if trajectory.sequences else []
-        if trajectory.branch is not None:
-            prefix = segments[: trajectory.branch.segments]
-            shared[number] = sum(1 for _ in takewhile(lambda s: id(s) in seen, prefix))
+        prefix = segments[: trajectory.branch.segments] if trajectory.branch is not None else []
+        known = seen.intersection(map(id, prefix))
+        both = takewhile(lambda s: id(s) in known or id(s) in inherited, segments)  # noqa: B023 - used up here
+        shared[number] = sum(1 for _ in both)
         seen.update(map(id, segments))
+        inherited.update(map(id, prefix))
     return shared
 
 
@@ -160,6 +168,7 @@ def advantage_inputs(
     sets: Sequence[int] | None = None,
     *,
     train_observations: bool = False,
+    masked: Sequence[bool] | None = None,
 ) -> AdvantageInputs:
     """The estimator's view of all rows laid end to end.
 
@@ -172,6 +181,7 @@ def advantage_inputs(
         groups: The group of each.
         sets: The task set of each; one when left out.
         train_observations: Whether the loss applies to observations as well.
+        masked: Which episodes are not in the loss; none when left out.
     """
     turns = [(row.trajectory, turn) for row in rows for turn in row.turns]
     action_T = concat_masks(row.action_mask for row in rows)
@@ -189,17 +199,20 @@ def advantage_inputs(
         anchor_U=_anchors(rows, groups),
         truncated_N=torch.tensor([t.stop.is_truncated for t in trajectories], dtype=torch.bool),
         set_N=None if sets is None else torch.tensor(sets, dtype=torch.long),
-        tree=_tree([turn for _, turn in turns], trajectories),
+        tree=_tree([turn for _, turn in turns], trajectories, masked),
     )
 
 
-def _tree(turns: Sequence[Segment], trajectories: Sequence[Trajectory]) -> TreeNodes | None:
+def _tree(
+    turns: Sequence[Segment], trajectories: Sequence[Trajectory], masked: Sequence[bool] | None
+) -> TreeNodes | None:
     """Which trajectories share which of these turns; None where none does."""
     if all(trajectory.branch is None for trajectory in trajectories):
         return None
     number = {id(turn): place for place, turn in enumerate(turns)}
     paths = [[number[id(a)] for a in one.actions if id(a) in number] for one in trajectories]
-    return tree_nodes(paths, len(turns))
+    masked_N = None if masked is None else torch.tensor(masked, dtype=torch.bool)
+    return tree_nodes(paths, len(turns), masked_N)
 
 
 def _turns(rows: Sequence[Row]) -> Tensor:

@@ -116,13 +116,16 @@ class Experience:
 def make_experience(learner: Learner, played: RolloutBatch, config: RLConfig) -> Experience:
     """The step's scored episodes, masked or not; failed ones are not among them."""
     scored = [
-        (number, place, trajectory)
+        (number, (number, place) in played.masked, trajectory)
         for number, group in enumerate(played.groups)
         for place, trajectory in enumerate(group.trajectories)
         if trajectory.is_trainable
     ]
+    # what several have is trained with the first of them: with a masked one where all of them are
+    scored.sort(key=lambda one: one[:2])
     trajectories = [trajectory for _, _, trajectory in scored]
     groups = [number for number, _, _ in scored]
+    masked = [is_masked for _, is_masked, _ in scored]
     rows = rows_of(trajectories)
     inputs = advantage_inputs(
         rows,
@@ -130,8 +133,9 @@ def make_experience(learner: Learner, played: RolloutBatch, config: RLConfig) ->
         groups,
         [played.sets[number] for number in groups],
         train_observations=not config.loss_mask,
+        masked=masked,
     )
-    masked_N = torch.tensor([scored_at[:2] in played.masked for scored_at in scored], dtype=torch.bool)
+    masked_N = torch.tensor(masked, dtype=torch.bool)
     rollout_logprobs_T, old_logprobs_T = _old_logprobs(learner, rows, inputs, config)
     parts: list[list[int]] = [[] for _ in range(config.updates)]
     for i, row in enumerate(rows):
