@@ -133,7 +133,7 @@ def test_everything_ends_with_the_run(folder: Path, cluster: Any, stop: signal.S
     if stop != signal.SIGKILL:
         assert "--resume" in told
         last = sorted((folder / "run" / "checkpoints").glob("step-*"))[-1]
-        assert (last / "optimizer" / ".metadata").is_file()
+        assert (last / "optimizer" / "rank-00001.safetensors").is_file()
     assert_nothing_left(folder, cluster, pids)
 
 

@@ -6,12 +6,13 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ragged_episodes import played, scored, tiny_model, with_long_prompts
+from ragged_episodes import branched, played, scored, tiny_model, with_long_prompts
 from small_steps import imitation, rows_of_lengths, small_model
 from torch import nn
 
@@ -40,6 +41,7 @@ from ludus.training.models.adapter_reference import AdapterReference, ShardedAda
 from ludus.training.models.lora import add_adapter
 from ludus.training.optim.critic import ValueModel
 from ludus.training.optim.learner import frozen
+from ludus.training.optim.logprobs import logprobs_of
 from ludus.training.optim.sharding import ShardedModel, current_group
 from ludus.training.ranks import RankError, Ranks, start_ranks
 from ludus.training.stages.preference import pairs_of, prefer
@@ -232,6 +234,27 @@ def test_rl_on_two_ranks(pair: Ranks, settings: dict[str, Any], kind: Any) -> No
     on_both(work, pair)
 
 
+@pytest.mark.parametrize("algorithm", ["grpo", "tree_grpo"])
+def test_trees_on_two_ranks(pair: Ranks, algorithm: str) -> None:
+    """Shared turns are trained once on every rank, also where the attempt that sampled them is masked."""
+    config = RLConfig.parse({"algorithm": algorithm, "kl": 0.1, "broken": {"no_answer": "mask"}})
+    batches = [branched(tiny_model(), seed=seed) for seed in range(3)]
+    batches[1] = replace(batches[1], masked=frozenset({(0, 0), (1, 0), (2, 3)}))
+
+    def work(ranks: Ranks) -> tuple[list[dict[str, float]], nn.Module]:
+        model = tiny_model()
+        policy, learner = learner_on(ranks, model, max_gradient_norm=1e9)
+        reference = ranks.shard(frozen(tiny_model()))
+        rows = [
+            ranks.run(policy_update, learner, batch, config, reference=reference, critic=None)
+            for batch in batches
+        ]
+        ranks.publish(policy, model)
+        return rows, model
+
+    on_both(work, pair)
+
+
 def test_a_step_without_signal_on_two_ranks(pair: Ranks) -> None:
     """All advantages are 0: a forward pass for the metrics, and no update."""
     batch = played(tiny_model(), groups=2)
@@ -417,6 +440,47 @@ def test_an_error_on_one_rank_ends_the_call_on_all(pair: Ranks) -> None:
     with pytest.raises(ValueError, match="there is no such thing"):
         pair.run(fail_on, 0, policy, learner, shown)
     assert pair.run(sft_step, learner, shown)["gradient_norm"] > 0
+
+
+def imitate_another(learner: Learner, rows: Sequence[Row], what: str) -> dict[str, float]:
+    """On one rank something else is trained than on the other."""
+    rows = list(rows)
+    advantages_T = torch.zeros(sum(len(row.tokens) for row in rows))
+    if current_group().rank == 1:
+        first = rows[0]
+        if what == "token":
+            rows[0] = replace(first, tokens=[first.tokens[0] + 1, *first.tokens[1:]])
+        elif what == "mask":
+            rows[0] = replace(first, action_mask=[*first.action_mask[:-1], False])
+        elif what == "row":
+            del rows[0]
+            advantages_T = advantages_T[len(first.tokens) :]
+        elif what == "advantage":
+            advantages_T[-1] = 1e-2
+        else:
+            advantages_T += 1e-7  # rounding
+    weights_T = torch.full_like(advantages_T, 1e-2)
+    packs = packs_of(rows, Columns.of(rows, advantages_T + 1, weights_T), 40, ranks=2)
+    return learner.step(packs, imitation)
+
+
+def test_ranks_that_have_other_rows_do_not_train(pair: Ranks) -> None:
+    """All of them say so, before anything is computed, and can go on; rounding is no difference."""
+    rows = rows_of_lengths([12, 9, 5, 20])
+    policy, learner = learner_on(pair, small_model())
+    for what in ("token", "mask", "row", "advantage"):
+        with pytest.raises(LudusError, match="do not have the same rows"):
+            pair.run(imitate_another, learner, rows, what)
+    assert pair.run(imitate_another, learner, rows, "rounding")["gradient_norm"] > 0
+    with pytest.raises(LudusError, match="do not have the same rows"):
+        pair.run(score_another, policy, rows)
+    assert pair.run(imitate, learner, rows, 40)["gradient_norm"] > 0
+
+
+def score_another(policy: nn.Module, rows: Sequence[Row]) -> Any:
+    chosen = list(rows[current_group().rank :])
+    scored_T = torch.cat([torch.tensor(row.action_mask) for row in chosen])
+    return logprobs_of(policy, chosen, scored_T, 1.0, 40)
 
 
 # Checkpoints.

@@ -97,9 +97,6 @@ class ImageProcessor:
         """A copy of a model sees by the same processor."""
         return self
 
-    def __reduce__(self) -> tuple[type[ImageProcessor], tuple[Any]]:
-        return ImageProcessor, (self.inner,)
-
     def pixels(self, media: Media) -> int:
         if media.data is None or self._encoded.find(media.sha256) is not None:
             return 0

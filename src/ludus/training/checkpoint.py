@@ -119,7 +119,7 @@ def save_learner(folder: Path, learner: Learner, state: Json | None = None) -> N
         (folder / STAGE).write_text(json.dumps(state), encoding="utf-8")
     try:
         learner.save(folder / OPTIMIZER)
-    except RuntimeError as error:  # what torch makes of a full disk does not say so
+    except (RuntimeError, SafetensorError) as error:  # what they make of a full disk does not say so
         raise UnsavedError(
             f"the optimizer's state could not be written to {folder.parent}: {str(error).splitlines()[0]}"
         ) from error

@@ -1,14 +1,35 @@
-"""Calls of rank 0 on the other ranks, as bytes: what travels, and what goes by its number instead."""
+"""Calls of rank 0 on the other ranks, as bytes: what travels, and what goes by its number instead.
+
+A call is a frame of `engine/replicas/frames.py`: a head in JSON, and behind it tensors and files as they are.
+An object is written down by the schema of its class, field by field, so that a field that is added to a class
+travels from then on; `LEFT_BEHIND` names the fields that do not. What is one object here (a turn that branches
+of a tree share) is one object there.
+
+Nothing is unpickled. Reading fills the fields of dataclasses and settings without calling their code, and finds
+functions by name; that a call is rank 0's is known before it is read (`rank_store.py`).
+"""
 
 from __future__ import annotations
 
-import io
-import pickle
-from dataclasses import dataclass
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, fields
+from enum import Enum
+from inspect import isroutine
+from pathlib import Path, PurePath
+from types import ModuleType
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+import torch
+from torch import Tensor
+
+from ludus.core.config import Config
+from ludus.core.messages import Json
 from ludus.core.task import Task
-from ludus.core.trajectory import Trajectory
+from ludus.core.trajectory import Segment, Trajectory
+from ludus.engine.replicas.frames import pack_frame, unpack_frame
 
 T = TypeVar("T")
 
@@ -17,55 +38,209 @@ T = TypeVar("T")
 class OnLeader(Generic[T]):
     """An argument that exists on rank 0 alone; the other ranks get None."""
 
-    value: T | None
-
-    def __reduce__(self) -> Any:
-        return OnLeader, (None,)
+    value: T | None = None
 
 
-class _CallDumper(pickle.Pickler):
-    """Objects that all ranks have go by number. Of an episode goes what training looks at."""
+LEFT_BEHIND: Mapping[type, frozenset[str]] = {
+    OnLeader: frozenset({"value"}),
+    # what may be any object of the user's
+    Task: frozenset({"messages", "target", "envs", "metadata"}),
+    # what is read by people, by rewards and by metrics
+    Trajectory: frozenset({"messages", "seconds", "counts", "spans", "renders"}),
+    Segment: frozenset({"calls"}),
+}
+"""Fields that training does not look at; on other ranks they have their defaults."""
 
-    def __init__(self, file: io.BytesIO, numbers: dict[int, int]) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self._numbers = numbers
-
-    def persistent_id(self, obj: Any) -> int | None:
-        return self._numbers.get(id(obj))
-
-    def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is Task:  # prompts and metadata, which may be any object of the user's
-            return Task, (obj.id, ())
-        if type(obj) is Trajectory:
-            fields: tuple[Any, ...] = (
-                obj.task,
-                obj.sequences,
-                [],
-                obj.answer,
-                obj.stop,
-                obj.failure,
-                obj.rewards,
-            )
-            return Trajectory, (*fields, obj.reward, obj.attempt, obj.seed)
-        return NotImplemented
-
-
-class _CallLoader(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, objects: dict[int, Any]) -> None:
-        super().__init__(file)
-        self._objects = objects
-
-    def persistent_load(self, number: Any) -> Any:
-        return self._objects[number]
+_PLAIN = frozenset({type(None), bool, int, float, str})
+_GROUPS: Mapping[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
+_MAKERS: Mapping[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 def pack_call(message: Any, numbers: dict[int, int]) -> bytes:
     """`numbers` are those of the objects that all ranks have, by identity."""
-    file = io.BytesIO()
-    _CallDumper(file, numbers).dump(message)
-    return file.getvalue()
+    writer = _Writer(numbers)
+    head = {"call": writer.value(message)}
+    return pack_frame(head, b"".join(writer.body))
 
 
 def unpack_call(message: bytes, objects: dict[int, Any]) -> Any:
     """`objects` are this rank's own, by their numbers."""
-    return _CallLoader(io.BytesIO(message), objects).load()
+    head, body = unpack_frame(message)
+    return _Reader(body, objects).value(head["call"])
+
+
+class _Writer:
+    def __init__(self, numbers: dict[int, int]) -> None:
+        self._numbers = numbers
+        self._seen: dict[int, Any] = {}
+        """What was written already, by identity: objects by their number, bytes by their place in the body."""
+        self._objects = self._length = 0
+        self.body: list[bytes] = []
+
+    def value(self, given: Any) -> Any:
+        """JSON: plain values as they are, lists as lists, all else as an object with the name of its kind."""
+        kind = type(given)
+        if kind in _PLAIN:
+            return given
+        if id(given) in self._numbers:
+            return {"number": self._numbers[id(given)]}
+        if kind is list:
+            return given if _PLAIN.issuperset(map(type, given)) else [self.value(one) for one in given]
+        if kind in _GROUPS:
+            return {_GROUPS[kind]: [self.value(one) for one in given]}
+        if isinstance(given, dict):
+            return {"dict": [[self.value(name), self.value(one)] for name, one in given.items()]}
+        if kind is bytes:
+            return {"bytes": self._place(given)}
+        if isinstance(given, Tensor):
+            flat = given.detach().cpu().reshape(-1).view(torch.uint8)
+            return {
+                "tensor": [str(given.dtype), list(given.shape), self._append(flat.numpy().tobytes())]
+            }
+        if isinstance(given, np.generic):
+            return self.value(given.item())
+        if isinstance(given, torch.dtype):
+            return {"dtype": str(given)}
+        if isinstance(given, PurePath):
+            return {"path": str(given)}
+        if isinstance(given, Enum):
+            return {"enum": [_reference(kind), self.value(given.value)]}
+        if isinstance(given, type) or isroutine(given):
+            return self._function(given)
+        return self._object(given)
+
+    def _function(self, given: Any) -> Json:
+        owner = getattr(given, "__self__", None)
+        if owner is not None and not isinstance(owner, type | ModuleType):
+            return {"method": [self.value(owner), given.__name__]}
+        return {"name": _reference(given)}
+
+    def _object(self, given: Any) -> Json:
+        kind = type(given)
+        if id(given) in self._seen:
+            return {"same": self._seen[id(given)]}
+        names = _names(kind)
+        if names is None:
+            raise TypeError(
+                f"a {kind.__module__}.{kind.__qualname__} cannot be sent to other trainer ranks: dataclasses, "
+                "settings, tensors and plain values can"
+            )
+        self._seen[id(given)], self._objects = self._objects, self._objects + 1
+        filled = {name: self.value(getattr(given, name)) for name in names}
+        more = {"set": sorted(given.model_fields_set)} if isinstance(given, Config) else {}
+        return {"object": _reference(kind), "fields": filled, **more}
+
+    def _place(self, data: bytes) -> list[int]:
+        if id(data) not in self._seen:  # a picture that several spans show is sent once
+            self._seen[id(data)] = self._append(data)
+        found: list[int] = self._seen[id(data)]
+        return found
+
+    def _append(self, data: bytes) -> list[int]:
+        self.body.append(data)
+        start, self._length = self._length, self._length + len(data)
+        return [start, self._length]
+
+
+class _Reader:
+    def __init__(self, body: memoryview, objects: dict[int, Any]) -> None:
+        self._body, self._numbered = body, objects
+        self._made: list[Any] = []
+        self._bytes: dict[int, bytes] = {}
+
+    def value(self, given: Any) -> Any:
+        if isinstance(given, list):
+            return given if _PLAIN.issuperset(map(type, given)) else [self.value(one) for one in given]
+        if not isinstance(given, dict):
+            return given
+        if "object" in given:
+            return self._object(given)
+        ((kind, what),) = given.items()
+        if kind in _MAKERS:
+            return _MAKERS[kind](self.value(one) for one in what)
+        if kind == "dict":
+            return {self.value(name): self.value(one) for name, one in what}
+        if kind == "same":
+            return self._made[what]
+        if kind == "number":
+            return self._numbered[what]
+        if kind == "enum":
+            return _found(what[0], _is_enum)(self.value(what[1]))
+        if kind == "name":
+            return _found(what, callable)
+        if kind == "method":
+            return getattr(self.value(what[0]), what[1])
+        return self._data(kind, what)
+
+    def _data(self, kind: str, what: Any) -> Any:
+        if kind == "path":
+            return Path(what)
+        if kind == "dtype":
+            return _dtype(what)
+        if kind == "bytes":
+            start, stop = what
+            return self._bytes.setdefault(start, bytes(self._body[start:stop])) if stop > start else b""
+        name, shape, (start, stop) = what
+        flat = torch.empty(stop - start, dtype=torch.uint8)
+        flat.numpy()[:] = np.frombuffer(self._body[start:stop], np.uint8)
+        return flat.view(_dtype(name)).reshape(shape)
+
+    def _object(self, given: Json) -> Any:
+        kind = _found(given["object"], lambda one: isinstance(one, type) and _names(one) is not None)
+        place, made = len(self._made), kind.__new__(kind)
+        self._made.append(made)
+        filled = {name: self.value(one) for name, one in given["fields"].items()}
+        if issubclass(kind, Config):
+            self._made[place] = kind.model_construct(set(given["set"]), **filled)
+            return self._made[place]
+        for one in fields(kind):
+            value = filled[one.name] if one.name in filled else _default(one)
+            object.__setattr__(made, one.name, value)
+        return made
+
+
+def _names(kind: type) -> list[str] | None:
+    """The fields of a class that travel; None for one that is neither a dataclass nor settings."""
+    if issubclass(kind, Config):
+        return list(kind.model_fields)
+    if "__dataclass_fields__" not in vars(
+        kind
+    ):  # one derived from a dataclass may hold more than its fields
+        return None
+    left = LEFT_BEHIND.get(kind, frozenset())
+    known: Any = kind
+    return [one.name for one in fields(known) if one.name not in left]
+
+
+def _default(one: Field[Any]) -> Any:
+    make: Any = one.default_factory
+    return one.default if one.default is not MISSING else make()
+
+
+def _is_enum(found: Any) -> bool:
+    return isinstance(found, type) and issubclass(found, Enum)
+
+
+def _dtype(name: str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, name.removeprefix("torch."))
+    return found
+
+
+def _reference(given: Any) -> str:
+    """What a class or a function is found by in another process."""
+    module, name = given.__module__, given.__qualname__
+    if module == "__main__":  # which is another one there; the folder of a script is on its import path
+        module = Path(sys.modules["__main__"].__file__ or "").stem
+    if "<" in name:
+        raise TypeError(f"{module}.{name} cannot be sent to other trainer ranks: define it in a module")
+    return f"{module}:{name}"
+
+
+def _found(reference: str, fits: Callable[[Any], bool]) -> Any:
+    module, _, name = reference.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    if not fits(found):
+        raise TypeError(f"a call names {reference}, which is not what it is said to be")
+    return found

@@ -1,117 +1,182 @@
 """Models, from rank 0 to all ranks and back.
 
-What is sent is the module without its weights: no other rank holds all of them.
+What is sent is how to make the module again, and never its weights: no other rank holds all of them. A module
+is the class and the configuration of its Hugging Face model, its adapter's settings, and what a constructor
+cannot know: which parameters there are, the values of buffers, the files of the processor of pictures.
 """
 
 from __future__ import annotations
 
-import copy
-import io
-import pickle
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ludus.engine import decoder_of, unwrapped
+from ludus.core.failures import LudusError
+from ludus.engine import decoder_of, images_of, unwrapped
 from ludus.engine.fused_model import disable_fused
+from ludus.engine.images import ImageProcessor, attach_images
+from ludus.training.models.lora import require_peft
+from ludus.training.optim.critic import ValueModel
 from ludus.training.optim.sharding import ShardedModel, current_group, shard
 from ludus.training.rank_calls import OnLeader
 
-
-def skeleton_of(model: nn.Module) -> bytes:
-    """The module with the shapes of its parameters instead of their values; buffers as they are."""
-    file = io.BytesIO()
-    _SkeletonDumper(file).dump(model)
-    return file.getvalue()
+Place = tuple[str, str]
+"""A module, by its name in the model, and an attribute of it."""
 
 
-class _SkeletonDumper(pickle.Pickler):
-    _PROTOCOL = pickle.HIGHEST_PROTOCOL
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """A parameter without its values; tied ones have the same number."""
 
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=self._PROTOCOL)
-        self._parameters: dict[int, int] = {}
+    number: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_trained: bool
 
-    def persistent_id(self, obj: Any) -> Any:
-        if isinstance(obj, nn.Parameter):
-            number = self._parameters.setdefault(id(obj), len(self._parameters))
-            return "parameter", number, tuple(obj.shape), obj.dtype, obj.requires_grad
-        if isinstance(obj, Tensor):
-            file = io.BytesIO()
-            torch.save(obj.detach().cpu(), file)
-            return "tensor", file.getvalue()
-        if isinstance(obj, torch.device):
-            return ("device",)
+
+@dataclass(frozen=True, slots=True)
+class Skeleton:
+    """A module without its weights."""
+
+    kind: type[nn.Module]
+    inner: type[nn.Module] | None
+    """The class of the Hugging Face model inside; None for a critic that is a head alone."""
+    config: type | None
+    settings: dict[str, Any]
+    """Its configuration."""
+    attention: dict[str, str]
+    """The attention function of each of its parts that has one."""
+    adapter: Any
+    adapted: tuple[str, ...]
+    """The layers inside that have an adapter."""
+    parameters: dict[Place, ParameterSpec]
+    buffers: dict[Place, Tensor]
+    processor: dict[str, bytes] | None
+    """The files of what turns pictures into tokens and pixels."""
+    width: int
+    is_training: bool
+
+
+def skeleton_of(model: nn.Module) -> Skeleton:
+    """How to make a module like this one, whose parameters will come later."""
+    is_critic = isinstance(model, ValueModel)
+    inner: Any = model.trunk if isinstance(model, ValueModel) else unwrapped(model)
+    adapter = model.adapter if is_critic else getattr(model, "peft_config", {}).get("default")
+    numbers: dict[int, int] = {}
+    return Skeleton(
+        kind=type(model),
+        inner=None if inner is None else type(inner),
+        config=None if inner is None else type(inner.config),
+        settings={} if inner is None else inner.config.to_dict(),
+        attention=dict(_attention(inner)),
+        adapter=adapter if inner is not None else None,
+        adapted=()
+        if inner is None
+        else tuple(n for n, m in inner.named_modules() if hasattr(m, "lora_A")),
+        parameters={
+            (name, own): ParameterSpec(
+                numbers.setdefault(id(p), len(numbers)), tuple(p.shape), p.dtype, p.requires_grad
+            )
+            for name, module in model.named_modules()
+            for own, p in module._parameters.items()
+            if p is not None
+        },
+        buffers={
+            (name, own): tensor
+            for name, module in model.named_modules()
+            for own, tensor in (*module._buffers.items(), *vars(module).items())
+            if isinstance(tensor, Tensor)
+        },
+        processor=None if is_critic else _processor_files(model),
+        width=model.head.in_features if isinstance(model, ValueModel) else 0,
+        is_training=model.training,
+    )
+
+
+def _attention(inner: Any) -> Iterator[tuple[str, str]]:
+    for name, module in inner.named_modules() if inner is not None else ():
+        if hasattr(module, "set_attn_implementation"):
+            yield name, module.config._attn_implementation
+
+
+def _processor_files(model: nn.Module) -> dict[str, bytes] | None:
+    processor = images_of(model)
+    if processor is None:
         return None
-
-    def reducer_override(self, obj: Any) -> Any:
-        """Leave out the hooks by which transformers reads hidden states (a vision tower's, say).
-
-        They cannot be pickled; transformers puts them there again when they are needed first.
-        """
-        if not isinstance(obj, nn.Module):
-            return NotImplemented
-        reduced: Any = obj.__reduce_ex__(self._PROTOCOL)
-        make, args, state, *others = reduced
-        kept = {name: value for name, value in state.items() if name != _HOOKED}
-        hooks = [number for number, hook in obj._forward_hooks.items() if _is_recording(hook)]
-        for name, value in kept.items():
-            if name.startswith("_forward_hooks"):
-                kept[name] = type(value)((n, one) for n, one in value.items() if n not in hooks)
-        return make, args, kept, *others
+    with tempfile.TemporaryDirectory() as folder:
+        processor.save(Path(folder))
+        return {one.name: one.read_bytes() for one in Path(folder).iterdir() if one.is_file()}
 
 
-_HOOKED = "_output_capturing_hooks_installed"
-"""Where transformers notes that a model has these hooks."""
-
-
-def _is_recording(hook: Any) -> bool:
-    return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
-
-
-class _SkeletonLoader(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, device: torch.device) -> None:
-        super().__init__(file)
-        self._device = device
-        self._parameters: dict[int, nn.Parameter] = {}
-
-    def persistent_load(self, given: Any) -> Any:
-        kind, *facts = given
-        if kind == "device":
-            return self._device
-        if kind == "tensor":
-            return torch.load(io.BytesIO(facts[0]), weights_only=True).to(self._device)
-        number, shape, dtype, trained = facts
-        if number not in self._parameters:
-            empty = torch.empty(shape, dtype=dtype, device="meta")
-            self._parameters[number] = nn.Parameter(empty, requires_grad=trained)
-        return self._parameters[number]
-
-
-def build_sharded(skeleton: bytes, source: OnLeader[nn.Module]) -> ShardedModel:
+def build_sharded(skeleton: Skeleton, source: OnLeader[nn.Module]) -> ShardedModel:
     """On every rank: the module made anew, sharded, with rank 0's weights."""
     group = current_group()
     assert group.mesh is not None
     kind = group.mesh.device_type
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-    model: nn.Module = _SkeletonLoader(io.BytesIO(skeleton), device).load()
-    _make_known(model)
+    model = made_from(skeleton, device)
     root = shard(model, group, _layers(model))
     root.receive(source.value)
     return root
 
 
-def _make_known(model: nn.Module) -> None:
-    """Make one like a model that sees, without weights, and drop it.
+def made_from(skeleton: Skeleton, device: torch.device) -> nn.Module:
+    """The module, with its buffers on a device and its parameters on the meta device."""
+    with torch.device("meta"):
+        model = _constructed(skeleton)
+    _fill(model, skeleton, device)
+    if skeleton.processor is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            for name, data in skeleton.processor.items():
+                Path(folder, Path(name).name).write_bytes(data)
+            attach_images(model, ImageProcessor.load(folder))
+    return model.train(skeleton.is_training)
 
-    Constructors tell transformers which hidden states a class can be asked for, in each process; unpickling
-    calls none, and a vision tower's features are hidden states.
-    """
-    inner = unwrapped(model)
-    if hasattr(inner, "get_image_features"):
-        with torch.device("meta"):
-            type(inner)(copy.deepcopy(inner.config))
+
+def _constructed(skeleton: Skeleton) -> nn.Module:
+    inner: Any = None
+    if skeleton.inner is not None:
+        config: Any = skeleton.config
+        make: Any = skeleton.inner
+        inner = make(config.from_dict(skeleton.settings))
+        for name, attention in skeleton.attention.items():
+            inner.get_submodule(name).config._attn_implementation = attention
+    is_critic = issubclass(skeleton.kind, ValueModel)
+    if skeleton.adapter is not None:
+        # its weights come from rank 0, so nothing is computed for them here
+        own = replace(skeleton.adapter, init_lora_weights=False, target_modules=list(skeleton.adapted))
+        wrap: Any = skeleton.kind
+        if is_critic:
+            require_peft().inject_adapter_in_model(own, inner, low_cpu_mem_usage=True)
+        else:
+            return wrap(inner, own, low_cpu_mem_usage=True)  # type: ignore[no-any-return]
+    return ValueModel.around(inner, skeleton.width, skeleton.adapter) if is_critic else inner
+
+
+def _fill(model: nn.Module, skeleton: Skeleton, device: torch.device) -> None:
+    modules = dict(model.named_modules())
+    there = {(n, own) for n, m in modules.items() for own, p in m._parameters.items() if p is not None}
+    if there != skeleton.parameters.keys() or {name for name, _ in skeleton.buffers} - modules.keys():
+        other = sorted(there ^ skeleton.parameters.keys()) or sorted(skeleton.buffers)
+        raise LudusError(
+            f"{skeleton.kind.__name__} cannot be made again on other trainer ranks from its configuration: it "
+            f"has other parameters there ({'.'.join(other[0])} is one of {len(other)}). Train it on one rank"
+        )
+    made: dict[int, nn.Parameter] = {}
+    for (name, own), spec in skeleton.parameters.items():
+        if spec.number not in made:
+            empty = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+            made[spec.number] = nn.Parameter(empty, requires_grad=spec.is_trained)
+        modules[name]._parameters[own] = made[spec.number]
+    for (name, own), tensor in skeleton.buffers.items():
+        module: Any = modules[name]
+        held = module._buffers if own in module._buffers else module.__dict__
+        held[own] = tensor.detach().to(device, copy=True)
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:

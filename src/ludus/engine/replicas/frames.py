@@ -1,6 +1,6 @@
 """What goes over the connection to a replica's process: a head in JSON, and arrays of numbers as they are.
 
-A frame: the lengths of head and body as 4-byte numbers, the head, the body. Tokens are int32, log-
+A frame: the lengths of head and body as 8-byte numbers, the head, the body. Tokens are int32, log-
 probabilities float64, so that nothing is rounded; pictures are the bytes of their files. Nothing that is read
 is ever executed.
 """
@@ -18,19 +18,19 @@ from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, FinishReason, VersionSpan
 from ludus.core.messages import Json
 
-_LENGTHS = struct.Struct("!II")
-_MOST = (1 << 32) - 1
+_LENGTHS = struct.Struct("!QQ")
 
 
 def pack_frame(head: Json, body: bytes = b"") -> bytes:
     text = json.dumps(head, separators=(",", ":")).encode()
-    if len(body) > _MOST:
-        raise EngineError(
-            f"a request has {len(body) / 2**30:.1f} GiB, most of it pictures, and at most 4 are sent to an "
-            "engine in another process",
-            retriable=False,
-        )
     return _LENGTHS.pack(len(text), len(body)) + text + body
+
+
+def unpack_frame(frame: bytes) -> tuple[Json, memoryview]:
+    """What `pack_frame` was given."""
+    head, body = _LENGTHS.unpack_from(frame)
+    start = _LENGTHS.size + head
+    return json.loads(frame[_LENGTHS.size : start]), memoryview(frame)[start : start + body]
 
 
 async def read_frame(reader: asyncio.StreamReader) -> tuple[Json, bytes]:

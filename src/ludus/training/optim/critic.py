@@ -27,17 +27,16 @@ from ludus.core.failures import LudusError
 from ludus.engine import decoder_of, images_of, sampling_mode
 from ludus.engine.image_features import PlacedFeatures, placed_features
 from ludus.training.config.rl import CriticConfig
-from ludus.training.data.micro_batches import MicroBatchSplitter, rounds_of
+from ludus.training.data.micro_batches import MicroBatchSplitter
 from ludus.training.data.packing import PackedRows, Row, pack_rows, row_mask, take_rows, to_device
 from ludus.training.optim.forward import ForwardInputs, packed_states, shares_prefixes
 from ludus.training.optim.learner import Updater
+from ludus.training.optim.shard_files import load_shards, save_shards
 from ludus.training.optim.sharding import (
     compute,
     group_of,
-    load_shards,
     load_wholes,
     named_weights,
-    save_shards,
 )
 
 FILE = "critic.pt"
@@ -59,10 +58,21 @@ class ValueModel(nn.Module):
         super().__init__()
         parameter = next(policy.parameters())
         self.trunk: nn.Module | None = copy.deepcopy(decoder_of(policy)) if own_trunk else None
+        self.adapter: Any = getattr(policy, "peft_config", {}).get("default")
+        """The settings of the adapter whose layers are in the trunk."""
         width = int(decoder_of(policy).config.hidden_size)
         self.head = nn.Linear(width, 1, device=parameter.device, dtype=torch.float32)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
+
+    @classmethod
+    def around(cls, trunk: nn.Module | None, width: int, adapter: Any) -> ValueModel:
+        """One that was made of another policy; what is in its head comes later."""
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made.trunk, made.adapter = trunk, adapter
+        made.head = nn.Linear(width, 1, dtype=torch.float32)
+        return made
 
     def get_decoder(self) -> nn.Module:
         """What `hidden_states` runs."""
@@ -115,7 +125,7 @@ class Critic:
         splitter, group = MicroBatchSplitter(budget), group_of(self.model)
         packed = pack_rows(rows, range(len(rows)), budget, group.size, share=self._shares)
         with sampling_mode(self.model):
-            for given in splitter.over(rounds_of(packed, group.size)):
+            for given in splitter.over(group.rounds(packed)):
                 part, counts = given.of_rank(group.rank)
                 try:
                     after_T = self._after(part).cpu()
@@ -230,7 +240,7 @@ class Critic:
         if (folder / SHARDS).is_dir():
             self._check_kind(json.loads((folder / KIND).read_text(encoding="utf-8"))["kind"])
             tensors = self._shards()
-            load_shards(folder / SHARDS, tensors, self.updater.group)
+            load_shards(folder / SHARDS, tensors)
             self.updater.take_shards(tensors)
             return
         if not path.is_file():

@@ -31,19 +31,17 @@ from ludus.training.data.micro_batches import (
     MicroBatchSplitter,
     Round,
     is_out_of_memory,
-    rounds_of,
 )
 from ludus.training.data.packing import Pack
 from ludus.training.optim.forward import shares_prefixes
 from ludus.training.optim.logprobs import action_logprobs
 from ludus.training.optim.memory import MemoryBudget
 from ludus.training.optim.optimizer import GradientAccumulator, MasterAdamW, lr_factor
+from ludus.training.optim.shard_files import load_shards, save_shards
 from ludus.training.optim.sharding import (
     RankGroup,
     group_of,
-    load_shards,
     named_weights,
-    save_shards,
     shard_of,
     sharded_like,
 )
@@ -147,7 +145,7 @@ class Updater:
         rounds: list[Round[B]] = []
         with on_device(self.device):
             with self._gradients.collecting(), self._dropout.drawn_for(self.steps_done):
-                for attempt in self._splitter.over(map(_Attempt, rounds_of(batches, self.group.size))):
+                for attempt in self._splitter.over(map(_Attempt, self.group.rounds(batches))):
                     try:
                         rows.append(self._forward_backward(attempt, loss))
                         rounds.append(attempt.round)
@@ -155,7 +153,7 @@ class Updater:
                         self.group.tell(error)
                         self._splitter.retry(attempt, error, needs_less=self._can_shrink(attempt, error))
                 has_gradient = bool(rows)
-                for given in self._splitter.over(rounds_of(measured, self.group.size)):
+                for given in self._splitter.over(self.group.rounds(measured)):
                     try:
                         rows.append(_forward_only(given, loss, self.group))
                         rounds.append(given)
@@ -221,7 +219,7 @@ class Updater:
         shards = path.with_suffix("")
         if shards.is_dir():
             tensors = self.shards()
-            load_shards(shards, tensors, self.group)
+            load_shards(shards, tensors)
             self.take_shards(tensors)
         elif self.group.size == 1:
             self.load_state_dict(torch.load(path, map_location=self.device, weights_only=True))

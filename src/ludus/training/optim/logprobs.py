@@ -26,7 +26,7 @@ from ludus.kernels import (
     summarise_logits,
     token_logprobs,
 )
-from ludus.training.data.micro_batches import MicroBatchSplitter, rounds_of
+from ludus.training.data.micro_batches import MicroBatchSplitter
 from ludus.training.data.packing import Pack, PackedRows, Row, pack_rows, take_rows, to_device
 from ludus.training.optim.forward import ForwardInputs, packed_states, shares_prefixes
 from ludus.training.optim.sharding import compute, group_of
@@ -60,7 +60,7 @@ def logprobs_of(
     splitter, group = MicroBatchSplitter(budget), group_of(model)
     with torch.no_grad(), sampling_mode(model), on_device(device):
         packed = pack_rows(rows, wanted, budget, group.size, share=share and shares_prefixes(model))
-        for given in splitter.over(rounds_of(packed, group.size)):
+        for given in splitter.over(group.rounds(packed)):
             part, counts = given.of_rank(group.rank)
             try:
                 scored = _score(model, part, scored_T, temperature)

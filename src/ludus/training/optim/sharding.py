@@ -11,10 +11,8 @@ say) is left by the others too: before every collective all ranks tell each othe
 
 from __future__ import annotations
 
-import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -27,8 +25,10 @@ from torch.distributed.tensor import DTensor
 from ludus.core.failures import LudusError
 from ludus.engine import unwrapped
 from ludus.engine.image_features import forget_features
-from ludus.training.data.micro_batches import is_out_of_memory
+from ludus.training.data.micro_batches import MicroBatch, Round, is_out_of_memory, rounds_of
+from ludus.training.data.row_digest import digest_of
 
+B = TypeVar("B", bound=MicroBatch)
 R = TypeVar("R")
 _WELL, _OUT_OF_MEMORY, _FAILED = range(3)
 _TOLD = "_ludus_told"
@@ -51,6 +51,35 @@ class RankGroup:
         self.rank = 0 if mesh is None else dist.get_rank()
         self.size = 1 if mesh is None else dist.get_world_size()
         self.roots: weakref.WeakSet[ShardedModel] = weakref.WeakSet()
+        self.exchanges = 0
+        """How often the ranks have told each other how they are."""
+
+    def rounds(self, batches: Iterable[B]) -> Iterator[Round[B]]:
+        """Micro-batches dealt to the ranks, which must all have made the same ones."""
+        if self.size > 1:
+            batches = list(batches)
+            self._compare(batches)
+        yield from rounds_of(batches, self.size)
+
+    def _compare(self, batches: Sequence[Any]) -> None:
+        """Raise, on all ranks, where one of them is about to train something else than the others.
+
+        Nothing else would show it: gradients are summed over whatever the ranks have.
+        """
+        found = digest_of(batches)
+        exact = torch.tensor([found.exact, -found.exact])
+        most, least = self.largest(exact).tolist()
+        if most == -least:
+            rough = torch.tensor(found.sums, dtype=torch.float64)
+            most_F, least_F = self.largest(torch.cat([rough, -rough])).chunk(2)
+            scale_F = self.largest(torch.tensor(found.scales, dtype=torch.float64))
+            if bool((most_F + least_F <= 1e-4 * scale_F + 1e-9).all()):
+                return
+        raise LudusError(
+            "the trainer ranks do not have the same rows to train on, so that their gradients would not add up "
+            "to those of one process: nothing was trained. This is a mistake in Ludus: please report it, and "
+            "train with cluster.trainer_ranks=1 until then"
+        )
 
     def agree(self) -> None:
         """Wait for all ranks; raise where one of them has failed. Comes before every collective."""
@@ -81,6 +110,7 @@ class RankGroup:
     def _exchange(self, code: int) -> int:
         worst = torch.tensor(code)
         dist.all_reduce(worst, dist.ReduceOp.MAX)
+        self.exchanges += 1
         return int(worst)
 
     def total(self, values: Tensor) -> Tensor:
@@ -330,10 +360,17 @@ def shard_of(whole: Tensor, like: Tensor) -> Tensor:
     """The part of a whole tensor that this rank has of `like`."""
     if not isinstance(like, DTensor):
         return whole
-    mesh = like.device_mesh
+    first = rows_before(like)
+    return whole[first : first + len(local(like))]
+
+
+def rows_before(tensor: Tensor) -> int:
+    """Where in the whole this rank's part begins."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    mesh = tensor.device_mesh
     count, place = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
-    rows = -(-len(whole) // count)
-    return whole[rows * place : rows * (place + 1)]
+    return min(-(-len(tensor) // count) * place, len(tensor))
 
 
 def whole_of(tensor: Tensor) -> Tensor:
@@ -361,32 +398,6 @@ def load_wholes(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     forget_features(model)
     for name, parameter in named_weights(model):
         local(parameter).copy_(shard_of(weights[name], parameter))
-
-
-# Checkpoints of sharded tensors, which any number of ranks can read (torch.distributed.checkpoint).
-
-
-def save_shards(folder: Path, tensors: dict[str, Tensor], group: RankGroup) -> None:
-    """Write what all ranks hold parts of; each rank writes its own."""
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    save(tensors, storage_writer=FileSystemWriter(folder), no_dist=group.size == 1)
-
-
-def load_shards(folder: Path, tensors: dict[str, Tensor], group: RankGroup) -> None:
-    """Read into these tensors, in place, what any number of ranks has written. Others stay as they are."""
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    planner = DefaultLoadPlanner(allow_partial_load=True)
-    reader = FileSystemReader(folder)
-    with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="torch.distributed is disabled"
-        )  # it is what one rank wants
-        load(tensors, storage_reader=reader, planner=planner, no_dist=group.size == 1)
 
 
 # FSDP's state after a pass that did not come to its end. torch 2.13 has `reset_iter_state`; before it the same
