@@ -12,24 +12,21 @@ playing takes as long as it takes. Everything within a call is collective, and e
 connections, which ends the collective that the others are in. Either way rank 0 raises a `RankError` that names
 the rank and the cause. Ranks that rank 0 has started end with it: they read a pipe that closes when it dies.
 
-Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set) nothing is started here.
+Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set) nothing is started here. What the other
+ranks do is in `served_rank.py`, how the ranks know each other in `rank_store.py`.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-import traceback
-import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -37,8 +34,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed.rendezvous import rendezvous
+from torch._C._distributed_c10d import PrefixStore
 
 from ludus.core.failures import ConfigError, LudusError
 from ludus.training.config.cluster import ClusterConfig, launched_rank
@@ -49,19 +45,29 @@ from ludus.training.optim.sharding import (
     join_group,
     leave_group,
 )
-from ludus.training.rank_calls import OnLeader, pack_call, unpack_call
+from ludus.training.rank_calls import OnLeader, pack_call
+from ludus.training.rank_signals import StopWatch
+from ludus.training.rank_store import (
+    LOOPBACK,
+    SignedStore,
+    StrangerError,
+    chosen_interface,
+    gloo_through,
+    join_store,
+    open_network_store,
+    open_private_store,
+    torchrun_interface,
+)
 from ludus.training.sharded_models import build_sharded, publish_weights, receive_weights, skeleton_of
-
-log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _START_SECONDS = 300.0
 _END_SECONDS = 20.0
-_HELLO, _READY, _CALL, _ERROR = "ludus/hello", "ludus/ready", "ludus/call", "ludus/error"
-_STOP = b"stop"
-_WATCHED = "LUDUS_RANK_WATCHES_STDIN"
+HELLO, READY, CALL, ERROR = "ludus/hello", "ludus/ready", "ludus/call", "ludus/error"
+STOP = b"stop"
+WATCHED = "LUDUS_RANK_WATCHES_STDIN"
 
 
 class RankError(LudusError):
@@ -122,11 +128,19 @@ class RankLauncher(Protocol):
 class LeadingRanks(Ranks):
     """Several processes, of which this one is rank 0."""
 
-    def __init__(self, store: Store, group: RankGroup, processes: Sequence[RankProcess]) -> None:
+    def __init__(
+        self,
+        store: SignedStore,
+        group: RankGroup,
+        processes: Sequence[RankProcess],
+        signals: StopWatch,
+    ) -> None:
         """`processes` are ranks 1, 2, ... where this process has started them."""
         self.size = group.size
         self._store, self._group, self._processes = store, group, processes
-        self._calls = 0
+        self._signals = signals
+        signals.progress = lambda: (self._calls, group.exchanges) if self._is_calling else None
+        self._calls, self._is_calling = 0, False
         self._numbers: dict[int, int] = {}
         """The numbers of objects that all ranks have, by their identity here."""
         self._next_number = 0
@@ -165,17 +179,26 @@ class LeadingRanks(Ranks):
         if self._is_broken or self._is_closed:
             raise RankError(self._death("the ranks have ended"))
         dropped, self._dropped = self._dropped, []
-        message = pack_call((number, dropped, function, args, kwargs), self._numbers)
+        packed = pack_call((number, dropped, function, args, kwargs), self._numbers)
         self._calls += 1
+        self._is_calling = True
         try:
-            self._store.set(f"{_CALL}/{self._calls}", str(len(message)))
-            self._store.delete_key(f"{_CALL}/{self._calls - 1}")
+            return self._perform(packed, lambda: function(*args, **kwargs))
+        finally:
+            self._is_calling = False
+
+    def _perform(self, packed: bytes, function: Callable[[], T]) -> T:
+        name = f"{CALL}/{self._calls}"
+        message = self._store.sign(name, packed)
+        try:
+            self._store.set(name, str(len(message)).encode())
+            self._store.delete(f"{CALL}/{self._calls - 1}")
             dist.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8), 0)
         except RuntimeError as error:
             self._is_broken = True
             raise RankError(self._death(str(error))) from error
         try:
-            result = function(*args, **kwargs)
+            result = function()
             self._group.agree()
             return result
         except PeerFailed as error:
@@ -200,13 +223,21 @@ class LeadingRanks(Ranks):
     def _cause(self) -> str:
         """What the rank that failed said of it."""
         for rank in range(1, self.size):
-            key = f"{_ERROR}/{self._calls}/{rank}"
-            if self._store.check([key]):
-                return f"trainer rank {rank} failed: {self._store.get(key).decode()}"
+            key = f"{ERROR}/{self._calls}/{rank}"
+            if self._store.check(key):
+                try:
+                    return f"trainer rank {rank} failed: {self._store.get(key).decode()}"
+                except StrangerError as error:
+                    return str(error)
         return "a trainer rank failed and did not say why"
 
     def _death(self, told: str) -> str:
         """Which rank is gone, and how it ended."""
+        if self._signals.told is not None:
+            return (
+                f"told to stop ({self._signals.told.name}), and another trainer rank did not come to the end "
+                "of what it was doing: the update in progress is lost"
+            )
         deadline = time.monotonic() + 2.0
         while time.monotonic() < deadline:  # a process that is dying may not have ended yet
             for rank, process in enumerate(self._processes, start=1):
@@ -230,7 +261,7 @@ class LeadingRanks(Ranks):
             return
         self._is_closed = True
         try:
-            self._store.set(f"{_CALL}/{self._calls + 1}", _STOP.decode())
+            self._store.set(f"{CALL}/{self._calls + 1}", STOP)
         except RuntimeError:
             self._is_broken = True
         for process in self._processes:
@@ -241,7 +272,9 @@ class LeadingRanks(Ranks):
                 process.wait()
             if isinstance(process, subprocess.Popen) and process.stdin is not None:
                 process.stdin.close()
-        _leave()
+        self._signals.close()
+        self._store.close()
+        leave()
 
 
 def ending(code: int) -> str:
@@ -271,6 +304,56 @@ def start_ranks(
         threads: Of each process on the host; one on a CPU when left out.
         launcher: Starts the other ranks; on this machine when left out.
     """
+    given, size = launched_rank()[1], _size_of(cluster, device, launcher)
+    if size == 1:
+        return Ranks()
+    if threads is None and device.type == "cpu":
+        threads = 1  # processes that share the cores wait for each other's threads otherwise
+    hello = {
+        "backend": _backend(cluster, device),
+        "timeout": cluster.timeout,
+        "replicas": cluster.replicas,
+        "device": device.type,
+        "threads": threads,
+    }
+    processes: list[RankProcess] = []
+    signals = StopWatch(lambda: _kill(processes))
+    store: SignedStore | None = None
+    try:
+        if given > 1:
+            store, _, _ = join_store()
+        elif launcher is None:
+            store, found = open_private_store()
+        else:
+            store, found = open_network_store(launcher.address)
+        store.set(HELLO, json.dumps(hello).encode())
+        if given == 1:
+            found |= {"WORLD_SIZE": str(size)}
+            found |= {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+            start = spawn_rank if launcher is None else launcher.launch
+            for rank in map(str, range(1, size)):
+                processes.append(start({**found, "RANK": rank, "LOCAL_RANK": rank}))
+            _wait_until_ready(store, processes)
+        if given > 1:
+            interface = torchrun_interface()
+        else:
+            interface = LOOPBACK if launcher is None else chosen_interface(launcher.interface)
+        return LeadingRanks(store, join(store, 0, size, hello, interface), processes, signals)
+    except BaseException as error:
+        _kill(processes)
+        for process in processes:
+            process.wait()
+        signals.close()
+        if store is not None:
+            store.close()
+        leave()
+        if isinstance(error, RuntimeError) and not isinstance(error, LudusError):  # gloo's
+            raise RankError(f"the trainer ranks could not connect to each other: {error}") from error
+        raise
+
+
+def _size_of(cluster: ClusterConfig, device: torch.device, launcher: RankLauncher | None) -> int:
+    """How many ranks there will be; refuses what cannot be started."""
     given = launched_rank()[1]
     size = given if given > 1 else cluster.trainer_ranks or 1
     if given > 1 and cluster.trainer_ranks not in (None, given):
@@ -279,7 +362,7 @@ def start_ranks(
             "ranks: leave cluster.trainer_ranks out under torchrun"
         )
     if size == 1:
-        return Ranks()
+        return 1
     if size % cluster.replicas:
         raise ConfigError(
             f"cluster.replicas = {cluster.replicas} does not divide the {size} trainer ranks"
@@ -295,39 +378,12 @@ def start_ranks(
             "torch.distributed is in use in this process already: train from a process of its own, or "
             "destroy its process group first"
         )
-    if threads is None and device.type == "cpu":
-        threads = 1  # processes that share the cores wait for each other's threads otherwise
-    hello = {
-        "backend": _backend(cluster, device),
-        "timeout": cluster.timeout,
-        "replicas": cluster.replicas,
-        "device": device.type,
-        "threads": threads,
-    }
-    if given > 1:
-        store, _, _ = next(iter(rendezvous("env://")))
-        store.set(_HELLO, json.dumps(hello))
-        return LeadingRanks(store, _join(store, 0, size, hello), [])
-    address = "127.0.0.1" if launcher is None else launcher.address
-    start = spawn_rank if launcher is None else launcher.launch
-    with _gloo_through("lo" if launcher is None else launcher.interface):
-        store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
-        store.set(_HELLO, json.dumps(hello))
-        variables = {"WORLD_SIZE": str(size), "MASTER_ADDR": address, "MASTER_PORT": str(store.port)}
-        if threads is not None:
-            variables["OMP_NUM_THREADS"] = str(threads)
-        processes: list[RankProcess] = []
-        try:
-            for rank in map(str, range(1, size)):
-                processes.append(start({**variables, "RANK": rank, "LOCAL_RANK": rank}))
-            _wait_until_ready(store, processes)
-            return LeadingRanks(store, _join(store, 0, size, hello), processes)
-        except BaseException:
-            for process in processes:
-                process.kill()
-                process.wait()
-            _leave()
-            raise
+    return size
+
+
+def _kill(processes: Sequence[RankProcess]) -> None:
+    for process in processes:
+        process.kill()
 
 
 def _backend(cluster: ClusterConfig, device: torch.device) -> str:
@@ -337,134 +393,59 @@ def _backend(cluster: ClusterConfig, device: torch.device) -> str:
     return f"cpu:gloo,{device.type}:{'nccl' if cluster.backend == 'auto' else cluster.backend}"
 
 
-@contextmanager
-def _gloo_through(interface: str | None) -> Iterator[None]:
-    """gloo looks up the host's name to find its own address, which fails on many machines; not so here."""
-    name = "GLOO_SOCKET_IFNAME"
-    if name in os.environ or interface is None or sys.platform != "linux":
-        yield
-        return
-    os.environ[name] = interface
-    try:
-        yield
-    finally:
-        del os.environ[name]
-
-
 def spawn_rank(variables: Mapping[str, str]) -> RankProcess:
     """Start a rank on this machine. It ends when this process does."""
     paths = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-    environment = {**os.environ, **variables, "PYTHONPATH": paths, _WATCHED: "1"}
-    code = "from ludus.training.ranks import serve_rank; serve_rank()"
+    environment = {**os.environ, **variables, "PYTHONPATH": paths, WATCHED: "1"}
+    code = "from ludus.training.served_rank import serve_rank; serve_rank()"
     # in a session of its own: Ctrl-C in a terminal is for rank 0 alone, also while this one still imports
     return subprocess.Popen(
         [sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE, start_new_session=True
     )
 
 
-def _wait_until_ready(store: Store, processes: Sequence[RankProcess]) -> None:
+def _wait_until_ready(store: SignedStore, processes: Sequence[RankProcess]) -> None:
     deadline = time.monotonic() + _START_SECONDS
     for rank, process in enumerate(processes, start=1):
-        while not store.check([f"{_READY}/{rank}"]):
+        while not store.check(f"{READY}/{rank}"):
             if (code := process.poll()) is not None:
                 raise RankError(f"trainer rank {rank} {_how(process, code)} while it was started")
             if time.monotonic() > deadline:
                 raise RankError(f"trainer rank {rank} did not start within {_START_SECONDS:g} seconds")
             time.sleep(0.02)
+        store.get(f"{READY}/{rank}")  # which is signed
 
 
-def _join(store: Store, rank: int, size: int, hello: dict[str, Any]) -> RankGroup:
+def join(
+    store: SignedStore, rank: int, size: int, hello: dict[str, Any], interface: str | None
+) -> RankGroup:
+    """Connect this process to all others, as rank 0 has said, and ask them for the key."""
     device = torch.device(hello["device"])
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
     if hello["threads"] is not None:
         torch.set_num_threads(hello["threads"])
     hook = sys.excepthook
-    dist.init_process_group(
-        hello["backend"],
-        store=PrefixStore("ludus", store),
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=hello["timeout"]),
+    with gloo_through(interface):
+        dist.init_process_group(
+            hello["backend"],
+            store=PrefixStore("ludus", store.inner),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=hello["timeout"]),
+        )
+        sys.excepthook = hook  # torch's puts "[rank0]:" before every line of a traceback, and stays
+        store.prove_membership(rank, [dist.group.WORLD])
+        group = join_group(device, hello["replicas"])
+    assert group.mesh is not None
+    store.prove_membership(
+        rank, [one for one in group.mesh.get_all_groups() if one is not dist.group.WORLD]
     )
-    sys.excepthook = hook  # torch's puts "[rank0]:" before every line of a traceback, and stays
-    return join_group(device, hello["replicas"])
+    return group
 
 
-def _leave() -> None:
+def leave() -> None:
+    """This process trains alone again."""
     leave_group()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-# A rank that is not 0.
-
-
-def serve_rank() -> None:
-    """Do what rank 0 says until it says to stop; the process then ends. The environment tells the rank."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's to hear, which saves first
-    if os.environ.get(_WATCHED):
-        threading.Thread(target=_end_with_parent, daemon=True).start()
-    else:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as torchrun sends it to all: likewise
-    logging.getLogger("ludus").setLevel(logging.ERROR)  # rank 0 says it all
-    warnings.simplefilter("ignore")
-    store, rank, size = next(iter(rendezvous("env://")))
-    store.set(f"{_READY}/{rank}", "1")
-    hello = json.loads(_waited_for(store, _HELLO))
-    group = _join(store, rank, size, hello)
-    objects: dict[int, Any] = {}
-    call = 0
-    while (told := _waited_for(store, f"{_CALL}/{(call := call + 1)}")) != _STOP:
-        message = torch.empty(int(told), dtype=torch.uint8)
-        try:
-            dist.broadcast(message, 0)
-        except RuntimeError:  # rank 0 is gone
-            os._exit(1)
-        _perform(message.numpy().tobytes(), objects, group, store, f"{_ERROR}/{call}/{rank}")
-    objects.clear()
-    _leave()
-
-
-def _perform(message: bytes, objects: dict[int, Any], group: RankGroup, store: Store, key: str) -> None:
-    try:
-        number, dropped, function, args, kwargs = unpack_call(message, objects)
-        for gone in dropped:
-            objects.pop(gone, None)
-        result = function(*args, **kwargs)
-        group.agree()
-        if number is not None:
-            objects[number] = result
-    except PeerFailed:
-        group.reset()  # rank 0 knows, and decides
-    except Exception as error:  # noqa: BLE001 - whatever it is, rank 0 has to hear of it
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        text = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
-        store.set(key, text)
-        try:
-            group.tell(error)
-        except PeerFailed:
-            group.reset()
-        except RuntimeError:  # a lost connection: nobody is left to work with
-            print(f"a trainer rank ended: {text}", file=sys.stderr)
-            os._exit(1)
-
-
-def _waited_for(store: Store, key: str) -> bytes:
-    """A value of the store, however long it takes; ends the process where the store is gone."""
-    while True:
-        try:
-            store.wait([key], timedelta(days=1))  # a store that is gone closes its connection at once
-            return bytes(store.get(key))
-        except dist.DistStoreError as error:
-            if "timeout" not in str(error).lower():
-                os._exit(1)
-        except RuntimeError:
-            os._exit(1)
-
-
-def _end_with_parent() -> None:
-    """Rank 0 holds the other end of this pipe."""
-    while os.read(sys.stdin.fileno(), 1):
-        pass
-    os._exit(1)

@@ -1,0 +1,110 @@
+"""A trainer rank that is not 0: it connects, and does what rank 0 says until it says to stop."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ludus.core.failures import LudusError
+from ludus.training.optim.sharding import PeerFailed, RankGroup
+from ludus.training.rank_calls import unpack_call
+from ludus.training.rank_store import SignedStore, chosen_interface, join_store, torchrun_interface
+from ludus.training.ranks import CALL, ERROR, HELLO, READY, STOP, WATCHED, join, leave
+
+
+def serve_rank() -> None:
+    """Do what rank 0 says until it says to stop; the process then ends. The environment tells the rank."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's to hear, which saves first
+    is_watched = bool(os.environ.get(WATCHED))
+    if not is_watched:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as torchrun sends it to all: likewise
+    logging.getLogger("ludus").setLevel(logging.ERROR)  # rank 0 says it all
+    warnings.simplefilter("ignore")
+    store, rank, size = join_store()
+    if is_watched:
+        threading.Thread(target=_end_with_parent, args=(store,), daemon=True).start()
+    interface = chosen_interface(None) if is_watched else torchrun_interface()
+    try:
+        store.set(f"{READY}/{rank}", b"1")
+        hello = json.loads(_waited_for(store, HELLO))
+        group = join(store, rank, size, hello, interface)
+        _serve(store, rank, group)
+    except LudusError as error:
+        _end(f"trainer rank {rank} ended: {error}")
+    leave()
+
+
+def _serve(store: SignedStore, rank: int, group: RankGroup) -> None:
+    objects: dict[int, Any] = {}
+    call = 0
+    while (told := _waited_for(store, f"{CALL}/{(call := call + 1)}")) != STOP:
+        message = torch.empty(int(told), dtype=torch.uint8)
+        try:
+            dist.broadcast(message, 0)
+        except RuntimeError:  # rank 0 is gone
+            os._exit(1)
+        packed = store.read(f"{CALL}/{call}", message.numpy().tobytes())
+        _perform(packed, objects, group, store, f"{ERROR}/{call}/{rank}")
+
+
+def _perform(
+    message: bytes, objects: dict[int, Any], group: RankGroup, store: SignedStore, key: str
+) -> None:
+    try:
+        number, dropped, function, args, kwargs = unpack_call(message, objects)
+        for gone in dropped:
+            objects.pop(gone, None)
+        result = function(*args, **kwargs)
+        group.agree()
+        if number is not None:
+            objects[number] = result
+    except PeerFailed:
+        group.reset()  # rank 0 knows, and decides
+    except Exception as error:  # noqa: BLE001 - whatever it is, rank 0 has to hear of it
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
+        store.set(key, text.encode())
+        try:
+            group.tell(error)
+        except PeerFailed:
+            group.reset()
+        except RuntimeError:  # a lost connection: nobody is left to work with
+            _end(f"a trainer rank ended: {text}")
+
+
+def _waited_for(store: SignedStore, name: str) -> bytes:
+    """A value of the store, however long it takes; ends the process where the store is gone."""
+    while True:
+        try:
+            store.inner.wait([name], timedelta(days=1))  # a store that is gone closes its connection
+            return store.get(name)
+        except dist.DistStoreError as error:
+            if "timeout" not in str(error).lower():
+                os._exit(1)
+        except RuntimeError:
+            os._exit(1)
+
+
+def _end(text: str) -> None:
+    """End at once: what is left of a collective would wait for the others."""
+    print(text, file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def _end_with_parent(store: SignedStore) -> None:
+    """Rank 0, or the actor that has started this process, holds the other end of this pipe."""
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    store.close()
+    os._exit(1)
