@@ -10,8 +10,10 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from test_ranks import pids, two_ranks
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from ludus.core import ConfigError, LudusError
-from ludus.training import rank_store
+from ludus.training import rank_store, served_rank
 from ludus.training.config.cluster import ClusterConfig
 from ludus.training.rank_store import KEY, STORE, SignedStore, StrangerError, join_store
 from ludus.training.ranks import RankError, RankProcess, start_ranks
@@ -97,6 +99,24 @@ def test_what_was_not_signed_under_its_name_is_not_read(tmp_path: Path) -> None:
             store.get(name)
     with pytest.raises(StrangerError, match="signature"):
         SignedStore(inner, b"x" * 32).get("a")
+
+
+@pytest.mark.parametrize("kind", ["file", "network"])
+def test_a_rank_waits_for_its_next_call_however_long(
+    tmp_path: Path, monkeypatch: Any, kind: str
+) -> None:
+    monkeypatch.setattr(served_rank, "_PATIENCE", timedelta(seconds=0.2))
+    monkeypatch.setattr(os, "_exit", lambda code: pytest.fail("it gave up"))
+    path = str(tmp_path / "store")
+    if kind == "file":
+        writer, reader = FileStore(path, -1), FileStore(path, -1)
+    else:
+        writer = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        reader = TCPStore("127.0.0.1", writer.port, is_master=False)
+    later = threading.Timer(1.5, SignedStore(writer, b"k" * 32).set, ("a", b"1"))
+    later.start()
+    assert served_rank._waited_for(SignedStore(reader, b"k" * 32), "a") == b"1"
+    later.join()
 
 
 # A stranger in the place of another rank, as rank 0 sees it.

@@ -12,7 +12,6 @@ functions by name; that a call is rank 0's is known before it is read (`rank_sto
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from enum import Enum
@@ -229,9 +228,7 @@ def _dtype(name: str) -> torch.dtype:
 def _reference(given: Any) -> str:
     """What a class or a function is found by in another process."""
     module, name = given.__module__, given.__qualname__
-    if module == "__main__":  # which is another one there; the folder of a script is on its import path
-        module = Path(sys.modules["__main__"].__file__ or "").stem
-    if "<" in name:
+    if module == "__main__" or "<" in name:  # which is another one there
         raise TypeError(f"{module}.{name} cannot be sent to other trainer ranks: define it in a module")
     return f"{module}:{name}"
 

@@ -138,9 +138,9 @@ class LeadingRanks(Ranks):
         """`processes` are ranks 1, 2, ... where this process has started them."""
         self.size = group.size
         self._store, self._group, self._processes = store, group, processes
+        self._calls, self._is_calling = 0, False
         self._signals = signals
         signals.progress = lambda: (self._calls, group.exchanges) if self._is_calling else None
-        self._calls, self._is_calling = 0, False
         self._numbers: dict[int, int] = {}
         """The numbers of objects that all ranks have, by their identity here."""
         self._next_number = 0
@@ -189,7 +189,7 @@ class LeadingRanks(Ranks):
 
     def _perform(self, packed: bytes, function: Callable[[], T]) -> T:
         name = f"{CALL}/{self._calls}"
-        message = self._store.sign(name, packed)
+        message = self._store.sign(f"{name}/message", packed)
         try:
             self._store.set(name, str(len(message)).encode())
             self._store.delete(f"{CALL}/{self._calls - 1}")

@@ -22,6 +22,8 @@ from ludus.training.rank_calls import unpack_call
 from ludus.training.rank_store import SignedStore, chosen_interface, join_store, torchrun_interface
 from ludus.training.ranks import CALL, ERROR, HELLO, READY, STOP, WATCHED, join, leave
 
+_PATIENCE = timedelta(days=1)
+
 
 def serve_rank() -> None:
     """Do what rank 0 says until it says to stop; the process then ends. The environment tells the rank."""
@@ -54,7 +56,7 @@ def _serve(store: SignedStore, rank: int, group: RankGroup) -> None:
             dist.broadcast(message, 0)
         except RuntimeError:  # rank 0 is gone
             os._exit(1)
-        packed = store.read(f"{CALL}/{call}", message.numpy().tobytes())
+        packed = store.read(f"{CALL}/{call}/message", message.numpy().tobytes())
         _perform(packed, objects, group, store, f"{ERROR}/{call}/{rank}")
 
 
@@ -87,13 +89,12 @@ def _waited_for(store: SignedStore, name: str) -> bytes:
     """A value of the store, however long it takes; ends the process where the store is gone."""
     while True:
         try:
-            store.inner.wait([name], timedelta(days=1))  # a store that is gone closes its connection
+            store.inner.wait([name], _PATIENCE)  # a store that is gone closes its connection
             return store.get(name)
-        except dist.DistStoreError as error:
-            if "timeout" not in str(error).lower():
+        except RuntimeError as error:
+            is_store = isinstance(error, dist.DistStoreError) or str(error) == "Wait timeout"  # a file's
+            if not (is_store and "timeout" in str(error).lower()):
                 os._exit(1)
-        except RuntimeError:
-            os._exit(1)
 
 
 def _end(text: str) -> None:
