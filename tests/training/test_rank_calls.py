@@ -20,6 +20,9 @@ from ragged_episodes import branched, tiny_model
 
 from ludus.core import Trajectory
 from ludus.core.trajectory import Segment, SegmentKind
+from ludus.engine import sampling_mode, unwrapped
+from ludus.engine.attention import CONTEXT
+from ludus.engine.packed_attention import PackedContext
 from ludus.engine.replicas.frames import pack_frame
 from ludus.training import (
     Critic,
@@ -30,8 +33,9 @@ from ludus.training import (
     RolloutBatch,
     Row,
 )
+from ludus.training.optim.critic import ValueModel
 from ludus.training.rank_calls import LEFT_BEHIND, OnLeader, pack_call, unpack_call
-from ludus.training.sharded_models import Skeleton, skeleton_of
+from ludus.training.sharded_models import Skeleton, made_from, skeleton_of
 from ludus.training.stages.preference import Labelled, Pair
 
 SENT = [RolloutBatch, Row, Pair, Labelled, Trajectory]
@@ -206,6 +210,50 @@ def test_a_model_is_sent_without_its_weights() -> None:
     assert len(set(tied)) == len(tied) - 1
     largest = max(math.prod(spec.shape) for spec in skeleton.parameters.values())
     assert all(tensor.numel() < largest for tensor in skeleton.buffers.values())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"use_dora": True},
+        {"use_rslora": True, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 1}},
+        {"init_lora_weights": "pissa", "r": 4},
+        {"target_modules": ["q_proj", "embed_tokens"], "lora_dropout": 0.1},
+        {"layers_to_transform": [1], "lora_bias": True},
+    ],
+)
+@pytest.mark.parametrize("critic", [False, True])
+def test_adapted_models_are_made_again_from_what_is_sent(settings: dict[str, Any], critic: bool) -> None:
+    """The same parameters, of the same modules, and with the same weights the same numbers."""
+    peft = pytest.importorskip("peft")
+    targets = {"target_modules": ["q_proj", "down_proj"], "r": 4, "task_type": "CAUSAL_LM"}
+    adapted = peft.get_peft_model(tiny_model(), peft.LoraConfig(**targets | settings))
+    model = ValueModel(adapted, own_trunk=True) if critic else adapted
+    made = made_from(sent(skeleton_of(model)), torch.device("cpu"))
+    assert type(made) is type(model)
+    named = dict(model.named_parameters())
+    for name, parameter in made.named_parameters():
+        mine = named.pop(name)
+        assert (parameter.shape, parameter.dtype) == (mine.shape, mine.dtype)
+        assert parameter.requires_grad == mine.requires_grad and parameter.is_meta
+    assert not named
+    assert [(n, type(m)) for n, m in made.named_modules()] == [
+        (n, type(m)) for n, m in model.named_modules()
+    ]
+    made = made.to_empty(device="cpu")
+    made.load_state_dict(model.state_dict())
+    for (_, theirs), (_, mine) in zip(made.named_buffers(), model.named_buffers(), strict=True):
+        theirs.copy_(mine)
+    decoder, other = (one.get_decoder() if critic else unwrapped(one).model for one in (model, made))
+    context = PackedContext([5], torch.device("cpu"))
+    tokens, places = torch.arange(5), torch.arange(5)[None]
+    with torch.no_grad(), sampling_mode(model), sampling_mode(made):
+        one, two = (
+            part(input_ids=tokens[None], position_ids=places, use_cache=False, **{CONTEXT: context})
+            for part in (decoder, other)
+        )
+    torch.testing.assert_close(two.last_hidden_state, one.last_hidden_state)
 
 
 class Bomb:

@@ -361,6 +361,29 @@ def test_lora_on_two_ranks(pair: Ranks, follows: bool) -> None:
     on_both(work, pair)
 
 
+@SLOW
+@pytest.mark.parametrize("kind", ["model", "head"])
+def test_a_critic_of_an_adapted_model_on_two_ranks(pair: Ranks, kind: Any) -> None:
+    """Its trunk has the adapter's layers."""
+    config = RLConfig.parse({"algorithm": "ppo"})
+    batches = [played(tiny_model(), seed=seed, groups=3) for seed in range(2)]
+
+    def work(ranks: Ranks) -> tuple[list[dict[str, float]], nn.Module]:
+        model = adapted_model()
+        policy, learner = learner_on(ranks, model)
+        values = ranks.shard(ValueModel(model, own_trunk=kind == "model"))
+        chosen = CriticConfig.parse({"kind": kind, "optimizer": OPTIMIZER})
+        critic = ranks.make(Critic, policy, chosen, 20, 0, values)
+        rows = [
+            ranks.run(policy_update, learner, batch, config, reference=None, critic=critic)
+            for batch in batches
+        ]
+        ranks.publish(policy, model)
+        return rows, model
+
+    on_both(work, pair)
+
+
 # What fails on one rank.
 
 
