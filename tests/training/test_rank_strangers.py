@@ -27,7 +27,7 @@ from ludus.core import ConfigError, LudusError
 from ludus.training import rank_store, served_rank
 from ludus.training.config.cluster import ClusterConfig
 from ludus.training.rank_store import KEY, STORE, SignedStore, StrangerError, join_store
-from ludus.training.ranks import RankError, RankProcess, start_ranks
+from ludus.training.ranks import RankError, RankProcess, spawn_rank, start_ranks
 
 pytestmark = pytest.mark.timeout(200)
 HERE = Path(__file__).parent
@@ -158,6 +158,28 @@ def test_a_stranger_is_no_rank(
         start_ranks(cluster, torch.device("cpu"), threads=1, launcher=launcher)
     assert isinstance(error.value, StrangerError | RankError)
     assert not torch.distributed.is_initialized()
+
+
+class RealLauncher:
+    """Ranks that could be on other machines."""
+
+    address = "127.0.0.1"
+    interface = "lo"
+
+    def launch(self, variables: Mapping[str, str]) -> RankProcess:
+        return spawn_rank(variables)
+
+
+def test_ranks_that_a_launcher_starts_meet_at_its_address_alone() -> None:
+    before = set(listening(os.getpid()))
+    cluster = ClusterConfig.parse({"trainer_ranks": 2, "timeout": 60})
+    ranks = start_ranks(cluster, torch.device("cpu"), threads=1, launcher=RealLauncher())
+    try:
+        found = {address for address, _ in set(listening(os.getpid())) - before}
+        assert found == {"0100007F"}  # 127.0.0.1
+        assert ranks.run(pids) == os.getpid()
+    finally:
+        ranks.close()
 
 
 # Ranks on one machine.
