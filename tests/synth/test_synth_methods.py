@@ -40,7 +40,8 @@ from ludus.synth import provenance_of
 from ludus.synth.director import DirectorActor, DirectorConfig
 from ludus.synth.echo import EchoConfig, HindsightRelabelling
 from ludus.synth.search import SearchConfig, TrajectorySearch, best_of_weight
-from ludus.synth.steca import StecaConfig, StepCalibration
+from ludus.synth.sources import transcript
+from ludus.synth.steca import StecaConfig, StepCalibration, before_step
 from ludus.tools import as_toolset
 
 OUTLINE = ["turn the red dial", "turn the green dial", "turn the blue dial", "open the door"]
@@ -318,6 +319,15 @@ async def test_a_stronger_model_repairs_and_what_it_cannot_mend_is_left_out(tmp_
     made = context(tmp_path / "d", plays([]), models={"strong": strong})
     result = await StepCalibration(StecaConfig.parse(given)).run(made)
     assert [provenance_of(one)["repaired"] for one in result.kept] == [[]], "nothing was bad"
+
+
+def test_what_the_assistant_says_in_a_task_is_no_step() -> None:
+    given = (Message("user", "Hi."), Message("assistant", "Hello."), Message("user", "Add 2 and 3."))
+    said = [Message("assistant", "I call."), Message("tool", "5"), Message("assistant", "It is 5.")]
+    played = Trajectory(Task("sum", given), messages=[*given, *said])
+    assert before_step(played, 1) == [*given, *said[:2]] and before_step(played, 0) == list(given)
+    shown = transcript(played.messages, len(played.asked))
+    assert "[assistant]\nHello." in shown and "[step 1, the agent]\nI call." in shown
 
 
 def test_steca_without_anything_that_repairs_is_refused() -> None:

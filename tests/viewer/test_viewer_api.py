@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
@@ -474,6 +475,22 @@ def test_playing_asks_for_a_token_on_loopback_too(tmp_path: Path) -> None:
 # What nobody would write on purpose.
 
 NASTY = "<script>alert(1)</script>\x00\x1b[31m\u202eabc\ud800\ufeff" + "é漢"
+
+
+def test_what_the_assistant_says_in_a_task_is_no_turn(tmp_path: Path) -> None:
+    one = episode("long")
+    given = (Message("user", "Hello."), Message("assistant", "Hello. What can I add?"))
+    one.task = replace(one.task, messages=(*given, *one.task.messages))
+    one.messages = [*given, *one.messages]
+    write_run(tmp_path / "run", {1: [Group(one.task, [one])]})
+    with running_viewer(tmp_path) as viewer:
+        viewer.settled()
+        found = viewer.get("/api/episode/run/step-000001.parquet/0").json
+        page = viewer.get("/export/episode.html", episode="run/step-000001.parquet/0").body.decode()
+    assert [message["turn"] for message in found["messages"]] == [None, None, None, None, 0, None, 1]
+    assert len(found["turns"]) == 2
+    asked, answered = page.index("What can I add?"), page.index("I add.")
+    assert "<span>logprob" not in page[:asked] and "<span>logprob" in page[asked:answered]
 
 
 def test_hostile_contents_are_carried_and_shown(tmp_path: Path) -> None:

@@ -146,7 +146,8 @@ class OutlineActor(Agent):
     async def _act(self, episode: Episode, text: str, number: int) -> str:
         """One action: next, continues, fault, cannot or answered."""
         system = _ACTOR + self.renderer.bound(episode.specs).format.describe(episode.specs)
-        told = f"{transcript(episode.messages)}\n\nThe outline:\n{self.outline.text(number)}\n\n{text}"
+        so_far = transcript(episode.messages, len(episode.task.messages))
+        told = f"{so_far}\n\nThe outline:\n{self.outline.text(number)}\n\n{text}"
         options = ChatOptions(
             max_tokens=self.settings.max_tokens,
             temperature=self.temperature,
@@ -205,7 +206,7 @@ class DirectorActor(SynthMethod[DirectorConfig]):
         director = await context.model(settings.director)
         question = [
             Message("system", _DIRECTOR + rollout.renderer.bound(specs).format.describe(specs)),
-            Message("user", f"<task>\n{transcript(one.task.messages)}\n</task>"),
+            Message("user", f"<task>\n{transcript(one.task.messages, len(one.task.messages))}\n</task>"),
         ]
         options = ChatOptions(temperature=0.7 if number else 0.0, seed=seed)
         outline = (await ask_json(director, question, Outline, options)).value

@@ -124,9 +124,11 @@ class HindsightRelabelling(SynthMethod[EchoConfig]):
 
 async def account_of(model: ChatModel, recorded: Trajectory, max_tokens: int) -> Achieved:
     """What a language model says that an episode has achieved."""
+    task = recorded.task
+    asked = transcript(task.messages, len(task.messages))
     text = (
-        f"<task>\n{transcript(recorded.task.messages)}\n</task>\n<target>{recorded.task.target!r:.500}</target>\n"
-        f"<episode>\n{transcript(recorded.messages)}\n</episode>"
+        f"<task>\n{asked}\n</task>\n<target>{task.target!r:.500}</target>\n"
+        f"<episode>\n{transcript(recorded.messages, len(recorded.asked))}\n</episode>"
     )
     question = [Message("system", _HINDSIGHT), Message("user", text)]
     return (await ask_json(model, question, Achieved, ChatOptions(max_tokens=max_tokens))).value

@@ -73,12 +73,16 @@ def _read(path: Path) -> list[Trajectory]:
     return read_trajectories(path)
 
 
-def transcript(messages: Sequence[Message], most: int = 24_000) -> str:
-    """A conversation as text for a language model; the middle of a long one is left out."""
+def transcript(messages: Sequence[Message], asked: int = 0, most: int = 24_000) -> str:
+    """A conversation as text for a language model; the middle of a long one is left out.
+
+    The first `asked` messages are the task's: none of them is a step of the agent.
+    """
     steps, lines = 0, []
-    for message in messages:
-        steps += message.role == "assistant"
-        label = f"step {steps}, the agent" if message.role == "assistant" else message.role
+    for place, message in enumerate(messages):
+        is_step = message.role == "assistant" and place >= asked
+        steps += is_step
+        label = f"step {steps}, the agent" if is_step else message.role
         lines.append(f"[{label}]\n{message.content}")
     text = "\n".join(lines)
     if len(text) <= most:

@@ -188,7 +188,7 @@ class StepCalibration(SynthMethod[StecaConfig]):
         self, best: Trajectory, place: int, rollout: Rollout, context: SynthContext, rule: Any
     ) -> str | None:
         """Another action for a step, from the rule or the stronger model."""
-        before = before_step(best.messages, place)
+        before = before_step(best, place)
         if rule is not None:
             found = rule(best.task, before)
             if isinstance(found, ToolCall):
@@ -245,7 +245,8 @@ def bad_steps(values: Sequence[float], settings: StecaConfig) -> list[int]:
 
 async def model_scores(model: ChatModel, recorded: Trajectory, steps: int) -> list[float]:
     """A language model's score of each step, from 0 to 1."""
-    text = f"<episode>\n{transcript(recorded.messages)}\n</episode>\nThere are {steps} steps."
+    episode = transcript(recorded.messages, len(recorded.asked))
+    text = f"<episode>\n{episode}\n</episode>\nThere are {steps} steps."
     question = [Message("system", _SCORER), Message("user", text)]
     found = (await ask_json(model, question, StepScores)).value.scores
     scores = [min(10.0, max(0.0, score)) / 10 for score in found[:steps]]
@@ -254,26 +255,27 @@ async def model_scores(model: ChatModel, recorded: Trajectory, steps: int) -> li
 
 async def written_by(model: ChatModel, best: Trajectory, place: int, rollout: Rollout) -> str:
     """The action that a stronger model would take there."""
-    before = before_step(best.messages, place)
-    bad = [one for one in best.messages if one.role == "assistant"][place]
+    before = before_step(best, place)
+    said = [one for one in best.messages[len(best.asked) :] if one.role == "assistant"]
+    bad, shown = said[place], said[0].content
     form = rollout.renderer.format
-    shown = next((one.content for one in best.messages if one.role == "assistant"), "")
     system = f"{_REPAIR}Format: {type(form).__name__}. An action of the agent, as an example:\n{shown}"
-    text = f"<episode>\n{transcript(before)}\n</episode>\n<bad_step>\n{bad.content}\n</bad_step>"
+    shown = transcript(before, len(best.asked))
+    text = f"<episode>\n{shown}\n</episode>\n<bad_step>\n{bad.content}\n</bad_step>"
     reply = await model.chat([Message("system", system), Message("user", text)], ChatOptions())
     return reply.text.strip()
 
 
-def before_step(messages: Sequence[Message], place: int) -> list[Message]:
+def before_step(trajectory: Trajectory, place: int) -> list[Message]:
     """The conversation before an action, counted from 0."""
-    places = [i for i, one in enumerate(messages) if one.role == "assistant"]
-    return list(messages[: places[place]])
+    messages, asked = trajectory.messages, len(trajectory.asked)
+    places = [i for i, one in enumerate(messages) if one.role == "assistant" and i >= asked]
+    return messages[: places[place]]
 
 
 def _observed_before(trajectory: Trajectory, place: int) -> list[str]:
-    before = before_step(trajectory.messages, place)
-    first = next((i for i, one in enumerate(before) if one.role == "assistant"), len(before))
-    return [one.content for one in before[first:] if one.role != "assistant"]
+    after = before_step(trajectory, place)[len(trajectory.asked) :]
+    return [one.content for one in after if one.role != "assistant"]
 
 
 def _gain(played: Trajectory, best: Trajectory, place: int) -> float:

@@ -169,7 +169,10 @@ def episode_json(trajectory: Trajectory, media: MediaStore | None) -> Json:
         "answer": None if trajectory.answer is None else _safe(trajectory.answer[:MOST_CHARS]),
         "seconds": plain(trajectory.seconds),
         "counts": plain(trajectory.counts),
-        "messages": [_message_json(one, n, media) for n, one in enumerate(messages[:_MOST_MESSAGES])],
+        "messages": [
+            _message_json(one, n, turn, media)
+            for n, (one, turn) in enumerate(_with_turns(trajectory, messages[:_MOST_MESSAGES]))
+        ],
         "more_messages": max(0, len(messages) - _MOST_MESSAGES),
         "turns": list(_turns(trajectory)),
         "prompt_tokens": _count(trajectory, SegmentKind.PROMPT),
@@ -206,6 +209,17 @@ def episode_json(trajectory: Trajectory, media: MediaStore | None) -> Json:
 def shown_messages(trajectory: Trajectory) -> list[Message]:
     """The conversation; of an episode that ended before it began, the task's."""
     return trajectory.messages or list(trajectory.task.messages)
+
+
+def _with_turns(
+    trajectory: Trajectory, messages: Sequence[Message]
+) -> Iterator[tuple[Message, int | None]]:
+    """Each message with the turn that it is; None for what the model did not say."""
+    asked, turn = len(trajectory.asked), 0
+    for place, message in enumerate(messages):
+        is_said = message.role == "assistant" and place >= asked
+        yield message, turn if is_said else None
+        turn += is_said
 
 
 def _turns(trajectory: Trajectory) -> Iterator[Json]:
@@ -249,9 +263,10 @@ def _mean(values: Sequence[float] | None) -> float | None:
     return plain(sum(found) / len(found)) if found else None
 
 
-def _message_json(message: Message, number: int, media: MediaStore | None) -> Json:
+def _message_json(message: Message, number: int, turn: int | None, media: MediaStore | None) -> Json:
     return {
         "number": number,
+        "turn": turn,
         "role": message.role,
         "name": None if message.name is None else _safe(message.name[:300]),
         "content": _cut(message.content, MOST_CHARS),

@@ -60,17 +60,15 @@ def _episode(one: Json, picture_of: PictureOf) -> str:
         if failure
         else ""
     )
-    turns = iter(one["turns"])
     renders: dict[int, list[Json]] = {}
     for render in one["renders"]:
         renders.setdefault(render["turn"], []).append(render)
-    said = 0
     blocks = []
     for message in one["messages"]:
-        turn = next(turns, None) if message["role"] == "assistant" else None
-        if message["role"] == "assistant":
-            blocks += [_render(render, picture_of) for render in renders.pop(said, [])]
-            said += 1
+        number, turn = message["turn"], None
+        if number is not None:
+            blocks += [_render(render, picture_of) for render in renders.pop(number, [])]
+            turn = one["turns"][number] if number < len(one["turns"]) else None
         blocks.append(_message(message, turn))
     blocks += [_render(render, picture_of) for left in renders.values() for render in left]
     return (

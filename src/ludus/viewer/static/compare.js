@@ -40,7 +40,7 @@ async function episodes(context, chosen) {
     })),
     h("div", { class: "aligned" }, Array.from({ length: most }, (_, n) => [
       n === apart && apart > 0 && h("div", { class: "divider" }, `from here on they differ (turn ${n})`),
-      h("div", { class: "pair" }, turns.map((one, side) => (one[n] ? h("div", { class: "messages" }, one[n].map((message) => messageView(message, { turn: message.role === "assistant" ? found[side].turns[n - 1] : null, number: message.role === "assistant" ? n - 1 : undefined, episode: found[side], media: { url: (sha256) => `/api/media/${encodeURIComponent(found[side].run)}/${sha256}` } }))) : h("div", { class: "gone" }, "over by now")))),
+      h("div", { class: "pair" }, turns.map((one, side) => (one[n] ? h("div", { class: "messages" }, one[n].map((message) => messageView(message, { turn: found[side].turns[message.turn] ?? null, number: message.turn ?? undefined, episode: found[side], media: { url: (sha256) => `/api/media/${encodeURIComponent(found[side].run)}/${sha256}` } }))) : h("div", { class: "gone" }, "over by now")))),
     ])))));
 }
 
@@ -48,7 +48,7 @@ async function episodes(context, chosen) {
 function split(episode) {
   const found = [[]];
   for (const message of episode.messages) {
-    if (message.role === "assistant") found.push([]);
+    if (message.turn !== null) found.push([]);
     found.at(-1).push(message);
   }
   return found;

@@ -14,7 +14,7 @@ export async function episodePage(context) {
   if (context.isOver()) return;
   context.title(data.task.id || "Episode");
   const media = { url: (sha256) => `/api/media/${encodeURIComponent(run)}/${sha256}` };
-  const said_ = data.messages.filter((one) => one.role === "assistant");
+  const said_ = data.messages.filter((one) => one.turn !== null);
   const last = Math.max(0, said_.length - 1);
   let turn = Math.max(0, Math.min(last, Number(state.turn ?? 0))), playing = null, follows = state.turn !== undefined;
   let label = labels.labels.find((one) => one.episode.run === run && one.episode.file === file && one.episode.row === episode.row)?.label ?? null;
@@ -50,8 +50,8 @@ export async function episodePage(context) {
   const views = [];
   let count = -1;
   for (const message of data.messages) {
-    if (message.role === "assistant") count += 1;
-    const mine = message.role === "assistant" ? count : undefined;
+    const mine = message.turn ?? undefined;
+    count = mine ?? count;
     const made = messageView(message, { turn: mine === undefined ? null : data.turns[mine], number: mine, episode, media });
     if (mine !== undefined) made.addEventListener("click", (event) => { if (!event.target.closest("button, summary, a") && !getSelection().toString()) { follows = true; step(mine, false); } });
     views.push([made, count]);

@@ -25,8 +25,7 @@ export async function playPage(context) {
   const draw = (now) => {
     state = now;
     const episode = now.episode, media = { always: true, url: (sha256) => `/api/play/${now.id}/media/${sha256}` };
-    let count = -1;
-    const shown = episode ? episode.messages.map((one) => { if (one.role === "assistant") count += 1; return messageView(one, { turn: one.role === "assistant" ? episode.turns[count] : null, number: one.role === "assistant" ? count : undefined, media }); }) : [];
+    const shown = episode ? episode.messages.map((one) => messageView(one, { turn: episode.turns[one.turn] ?? null, number: one.turn ?? undefined, media })) : [];
     const renders = episode ? episode.renders.filter((one) => one.turn === Math.max(...episode.renders.map((other) => other.turn))) : [];
     clear(board, now.problem && h("div", { class: "error-box", role: "alert" }, plain(now.problem)),
       h("div", { class: "episode" }, h("div", { class: "messages" }, shown, now.is_over && over(now, episode)), h("aside", { class: "rail", "aria-label": "What you can do" },
