@@ -21,7 +21,7 @@ _RANKS = "ranks"
 
 
 def save_shards(folder: Path, tensors: dict[str, Tensor], group: RankGroup) -> None:
-    """Write this rank's parts; all ranks call it. Replicas of the first copy of the model write nothing."""
+    """Write this rank's parts; all ranks call it. Of several replicas the first one writes."""
     own: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
