@@ -318,6 +318,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import FileStore
 from ludus.cli.stopping import until_told
 from ludus.training.rank_signals import StopWatch
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
 rank = int(sys.argv[1])
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 store = FileStore(sys.argv[2], -1)
@@ -353,6 +354,7 @@ TOLD = """
 import asyncio, signal, sys
 from ludus.cli.stopping import until_told
 from ludus.training.rank_signals import StopWatch
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
 async def main():
     watch = StopWatch(lambda: None, seconds=1.0)
     watch.progress = lambda: None
