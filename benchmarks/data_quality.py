@@ -22,13 +22,14 @@ from typing import Any
 
 from reworded_tasks import TASKS
 
+from ludus.chat import Renderer, load_format
 from ludus.core import ByteTokenizer, Message, Task, ToolCall, Trajectory
 from ludus.core.messages import ToolResult
 from ludus.engine import FakeEngine
 from ludus.envs import Env, EnvPool, sql, tools_of
 from ludus.llm.embeddings import HashedWords, load_embedder
 from ludus.rewards import Scorer, reward
-from ludus.rollouts import Budgets, Renderer, Rollout, load_format
+from ludus.rollouts import Budgets, Rollout
 from ludus.synth import SynthContext, SynthFolder
 from ludus.synth.quality.clusters import cluster
 from ludus.synth.quality.contamination import HeldOut, Senses, asked

@@ -27,10 +27,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ludus.chat import Renderer, load_format
 from ludus.core import ByteTokenizer, Sampling, Task, ToolCall
 from ludus.engine import FakeEngine
 from ludus.rewards import Scorer, reward
-from ludus.rollouts import Budgets, Renderer, Rollout, load_format
+from ludus.rollouts import Budgets, Rollout
 from ludus.tools import as_toolset, tool
 
 

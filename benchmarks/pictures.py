@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from ludus.chat import CHATML, Renderer, load_format
 from ludus.core import Group, Media, Message, Segment, SegmentKind, StopReason, Task
 from ludus.core.trajectory import TokenSequence, Trajectory
 from ludus.engine import image_features, use_ludus_attention
-from ludus.rollouts import CHATML, Renderer, load_format
 from ludus.training import (
     Learner,
     OptimizerConfig,

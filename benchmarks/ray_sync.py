@@ -29,12 +29,12 @@ import torch
 from fsdp import VOCABULARY, model_of, seconds
 from ray.cluster_utils import Cluster
 
+from ludus.chat.tokenizers import HFTokenizer
 from ludus.dist import RayPlacement
 from ludus.dist.cluster import alive_nodes, on_node
 from ludus.engine import EngineConfig
 from ludus.engine.replicas import Canary, ProcessReplica, ReplicaSettings, ReplicatedEngine
 from ludus.observe import table_markdown
-from ludus.rollouts.tokenizers import HFTokenizer
 from ludus.training.models.loading import fit_tokenizer
 from ludus.training.rollout_engines import PolicyWeights
 

@@ -28,21 +28,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ludus.chat import HFTokenizer, Renderer, load_format, load_tokenizer
 from ludus.core import Completion, FinishReason, Sampling, Task, Trajectory
 from ludus.core.concurrency import frozen_gc
 from ludus.core.registry import load_reference
 from ludus.envs import EnvPool
 from ludus.rewards import Scorer
-from ludus.rollouts import (
-    Agent,
-    Budgets,
-    Demonstrator,
-    HFTokenizer,
-    Renderer,
-    Rollout,
-    load_format,
-    load_tokenizer,
-)
+from ludus.rollouts import Agent, Budgets, Demonstrator, Rollout
 from ludus.tools import as_toolset
 from ludus.training import fit_tokenizer
 

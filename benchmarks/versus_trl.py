@@ -27,9 +27,9 @@ from pathlib import Path
 from ludus_side import RECIPE, LudusSafe
 from safe_job import SAMPLE_RESULT, Job, StepRecord
 
+from ludus.chat import Renderer, load_format, load_tokenizer
 from ludus.core import Message, Task, ToolContext
 from ludus.envs.safe import training_tasks
-from ludus.rollouts import Renderer, load_format, load_tokenizer
 from ludus.tools import LocalTools
 from ludus.training import items_of_step, load_recipe
 

@@ -25,10 +25,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from fsdp import VOCABULARY, model_of, seconds
 
+from ludus.chat.tokenizers import HFTokenizer
 from ludus.engine import EngineConfig
 from ludus.engine.replicas import Canary, ProcessReplica, ReplicaSettings, ReplicatedEngine
 from ludus.observe import table_markdown
-from ludus.rollouts.tokenizers import HFTokenizer
 from ludus.training.models.loading import fit_tokenizer
 from ludus.training.rollout_engines import PolicyWeights
 

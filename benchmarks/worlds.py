@@ -33,11 +33,12 @@ from typing import Any
 
 import psutil
 
+from ludus.chat import Renderer, load_format
 from ludus.core import ByteTokenizer, Task, Trajectory
 from ludus.engine import FakeEngine
 from ludus.envs import WORLDS, EnvPool, World, call_env
 from ludus.rewards import Scorer
-from ludus.rollouts import Budgets, Demonstrator, Renderer, Rollout, load_format
+from ludus.rollouts import Budgets, Demonstrator, Rollout
 from ludus.rollouts.agent import RandomAgent, random_call
 from ludus.rollouts.checked_instance import CheckedInstance
 from ludus.sandbox import close_shared_sandboxes

@@ -18,8 +18,8 @@ from random import Random
 from typing import Any
 
 import ludus
+from ludus.chat import HFTokenizer, Renderer, load_format
 from ludus.core import Media, Message, ToolCall, ToolContext
-from ludus.rollouts import HFTokenizer, Renderer, load_format
 from ludus.training import fit_tokenizer
 
 COLOURS = {"red": (220, 40, 40), "green": (40, 200, 60), "blue": (40, 60, 220), "yellow": (220, 210, 50)}

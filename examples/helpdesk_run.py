@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import ludus
+from ludus.chat import Renderer, load_format
+from ludus.chat.tokenizers import HFTokenizer
 from ludus.core import Group, Sampling, Task, key
 from ludus.engine import FakeEngine
 from ludus.observe import RunWriter, prefixed, rollout_metrics
 from ludus.rewards import Scorer
-from ludus.rollouts import Budgets, Renderer, Rollout, load_format
-from ludus.rollouts.tokenizers import HFTokenizer
+from ludus.rollouts import Budgets, Rollout
 from ludus.tools import as_toolset
 from ludus.training.models.loading import fit_tokenizer
 

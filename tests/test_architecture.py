@@ -15,7 +15,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "ludus"
 LEVELS = {
     "core": 0,
-    "sandbox": 1, "algos": 1, "observe": 1, "kernels": 1, "llm": 1,
+    "chat": 1, "sandbox": 1, "algos": 1, "observe": 1, "kernels": 1, "llm": 1,
     "tools": 2, "rewards": 2,
     "envs": 3, "engine": 3,
     "rollouts": 4,

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ludus.chat import Renderer, load_format
 from ludus.core import (
     ByteTokenizer,
     ConfigError,
@@ -30,7 +31,7 @@ from ludus.core.tokenizer import SPECIALS
 from ludus.engine.remote import RemoteEngine, RemoteOptions, TranscriptTokenizer
 from ludus.llm import Address
 from ludus.rewards import Scorer, reward
-from ludus.rollouts import Budgets, Renderer, Rollout, load_format
+from ludus.rollouts import Budgets, Rollout
 from ludus.tools import as_toolset, tool
 from openai_server import OpenAIServer, Raw, chat, error, serving, text
 

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
+from ludus.chat import Renderer, load_format
 from ludus.core import ByteTokenizer, ConfigError, MissingExtraError, Task
 from ludus.core.messages import Message
 from ludus.core.trajectory import Trajectory
 from ludus.engine import FakeEngine
 from ludus.envs import EnvPool, load_env
 from ludus.rewards import Scorer, build_reward
-from ludus.rollouts import Budgets, Renderer, Rollout, load_format
+from ludus.rollouts import Budgets, Rollout
 from ludus.rollouts.env_contract import EnvContract
 from ludus.rollouts.tasksets import load_tasks
 from ludus.tools import as_toolset

@@ -19,6 +19,7 @@ import pytest
 from browser_site import Site, running_site
 from world_play import play_expert
 
+from ludus.chat import Renderer, load_format
 from ludus.core import Boundary, ByteTokenizer, ConfigError, Failure, InfraError, Task
 from ludus.engine import FakeEngine
 from ludus.envs import EnvPool, check_env, reset_env
@@ -45,7 +46,7 @@ from ludus.envs.browser.webarena import (
     url_match,
 )
 from ludus.rewards import Scorer
-from ludus.rollouts import Budgets, Demonstrator, Renderer, Rollout, load_format
+from ludus.rollouts import Budgets, Demonstrator, Rollout
 from ludus.tools import as_toolset
 
 HAS_CHROMIUM = find_spec("playwright") is not None and (

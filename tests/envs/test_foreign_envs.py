@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from foreign_servers import AgentGym, OpenEnvServer, running
 
+from ludus.chat import Renderer, load_format
 from ludus.core import (
     Boundary,
     ByteTokenizer,
@@ -33,7 +34,7 @@ from ludus.core.messages import ToolResult
 from ludus.engine import FakeEngine
 from ludus.envs import EnvPool, EnvTools, Lease, call_env, load_env, tools_of
 from ludus.rewards import Scorer
-from ludus.rollouts import Budgets, Renderer, Rollout, load_format
+from ludus.rollouts import Budgets, Rollout
 from ludus.rollouts.agent import Demonstrator
 from ludus.tools import as_toolset
 

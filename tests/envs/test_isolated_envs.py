@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 from odd_env import Dying, Odd, Sleepy, Stillborn, Unwell
 
+from ludus.chat import Renderer, load_format
 from ludus.core import Boundary, ByteTokenizer, ConfigError, Fault, InfraError, Task, ToolCall
 from ludus.engine import FakeEngine
 from ludus.envs import Env, EnvPool, load_env, reset_env, step_env
 from ludus.envs.isolated import IsolatedEnv
 from ludus.rewards import Scorer, reward
-from ludus.rollouts import Budgets, Renderer, Rollout, load_format
+from ludus.rollouts import Budgets, Rollout
 from ludus.tools import as_toolset, tool
 
 TASK = Task.of("Go.", id="t", envs={"odd": {"level": 3}})

@@ -13,6 +13,7 @@ from world_play import play_expert
 
 pytest.importorskip("bm25s", reason="needs ludus[search]")
 
+from ludus.chat import Renderer, load_format
 from ludus.core import ByteTokenizer, ConfigError, StopReason, ToolCall
 from ludus.engine import FakeEngine
 from ludus.envs import EnvPool, check_env
@@ -30,7 +31,7 @@ from ludus.envs.search import (
 )
 from ludus.rewards import Scorer
 from ludus.rewards.text_rewards import f1
-from ludus.rollouts import Demonstrator, Renderer, RetrieveThenAnswer, Rollout, load_format
+from ludus.rollouts import Demonstrator, RetrieveThenAnswer, Rollout
 from ludus.tools import as_toolset, tool
 
 DATA = os.environ.get("LUDUS_QA_DATA")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ludus.chat import Renderer, load_format
 from ludus.core import ByteTokenizer, Task, Trajectory
 from ludus.engine import FakeEngine
 from ludus.envs import WORLDS, EnvPool
 from ludus.rewards import Scorer
-from ludus.rollouts import Budgets, Demonstrator, Renderer, Rollout, load_format
+from ludus.rollouts import Budgets, Demonstrator, Rollout
 from ludus.rollouts.agent import Expert
 from ludus.training import load_recipe
 

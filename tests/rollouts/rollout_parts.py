@@ -9,10 +9,11 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from ludus.chat import ActionFormat, HFTokenizer, History, Renderer, load_format
 from ludus.core import ByteTokenizer, Group, SegmentKind, Task, ToolCall, Trajectory
 from ludus.engine import FakeEngine
 from ludus.rewards import Scorer, reward
-from ludus.rollouts import ActionFormat, Budgets, HFTokenizer, History, Renderer, Rollout, load_format
+from ludus.rollouts import Budgets, Rollout
 from ludus.tools import as_toolset
 
 CHATML = (

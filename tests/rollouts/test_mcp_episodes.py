@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ludus.chat.formats import load_format
+from ludus.chat.renderer import Renderer
 from ludus.core.audit import AuditRecord
 from ludus.core.failures import Boundary, Fault
 from ludus.core.messages import ToolCall
@@ -19,8 +21,6 @@ from ludus.observe import AuditLog, read_audit
 from ludus.rewards import Scorer
 from ludus.rollouts.agent import Demonstrator
 from ludus.rollouts.budgets import Budgets
-from ludus.rollouts.formats import load_format
-from ludus.rollouts.renderer import Renderer
 from ludus.rollouts.rollout import Rollout
 from ludus.tools import shut
 from ludus.tools.library import build_toolset

@@ -10,6 +10,8 @@ import rollout_parts
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ludus.chat import Renderer, load_format
+from ludus.chat.message_keys import message_key
 from ludus.core.failures import ConfigError
 from ludus.core.generation import Sampling
 from ludus.core.messages import Message, ToolCall, ToolSpec
@@ -17,8 +19,6 @@ from ludus.core.task import Task
 from ludus.core.tokenizer import ByteTokenizer
 from ludus.core.trajectory import SegmentKind, StopReason, Trajectory
 from ludus.engine import FakeEngine
-from ludus.rollouts import Renderer, load_format
-from ludus.rollouts.message_keys import message_key
 from ludus.rollouts.message_tree import MessageTree
 from ludus.rollouts.turn_limits import BudgetUsedUp, TurnLimits
 from ludus.training.data.packing import rows_of

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from rollout_parts import assert_exact, attempt_of, called, fake, play, play_one, rollout, tokenizer
 
+from ludus.chat import Renderer, load_format
 from ludus.core import (
     ConfigError,
     Message,
@@ -22,7 +23,6 @@ from ludus.core import (
 )
 from ludus.envs import Env, EnvPool, Step
 from ludus.rewards import reward
-from ludus.rollouts import Renderer, load_format
 from ludus.rollouts.rollout import opening_messages
 from ludus.tools import tool
 

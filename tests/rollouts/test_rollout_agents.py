@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from rollout_parts import assert_exact, called, fake, play_one, renderer, rollout, tokenizer
 
+from ludus.chat import Renderer, load_format
 from ludus.core import (
     Boundary,
     ConfigError,
@@ -28,7 +29,7 @@ from ludus.core import (
 from ludus.core.registry import load_reference
 from ludus.envs import EnvPool
 from ludus.envs.safe import Safe, expert, held_out_tasks, opened
-from ludus.rollouts import Agent, Demonstrator, Episode, Renderer, load_format
+from ludus.rollouts import Agent, Demonstrator, Episode
 from ludus.tools import tool
 from ludus.training import trajectory_of
 

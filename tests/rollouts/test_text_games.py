@@ -6,11 +6,12 @@ from collections.abc import Generator
 
 import pytest
 
+from ludus.chat import Renderer, load_format
 from ludus.core import ByteTokenizer, ConfigError, StopReason, Task, ToolCall
 from ludus.engine import FakeEngine
 from ludus.envs import Env, EnvPool, Step
 from ludus.rewards import Scorer, reward
-from ludus.rollouts import Budgets, Demonstrator, Renderer, Rollout, load_format
+from ludus.rollouts import Budgets, Demonstrator, Rollout
 from ludus.tools import as_toolset
 
 

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
+from ludus.chat import Renderer, load_format
 from ludus.core import ByteTokenizer, ConfigError, Task, ToolCall, Trajectory
 from ludus.core.failures import ToolFault
 from ludus.engine import FakeEngine
 from ludus.envs import Env, EnvPool
 from ludus.envs.world import ExpertMoves
 from ludus.rewards import Scorer, reward
-from ludus.rollouts import Budgets, Renderer, Rollout, load_format
+from ludus.rollouts import Budgets, Rollout
 from ludus.rollouts.agent import Demonstrator
 from ludus.rollouts.workflows import (
     HEADER,

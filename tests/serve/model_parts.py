@@ -9,12 +9,12 @@ from typing import Any
 
 import aiohttp
 
+from ludus.chat import Renderer, load_format
 from ludus.core.generation import Sampling
 from ludus.core.task import Task
 from ludus.core.tokenizer import ByteTokenizer, Tokenizer
 from ludus.core.trajectory import Trajectory
 from ludus.engine import FakeEngine
-from ludus.rollouts import Renderer, load_format
 from ludus.rollouts.message_tree import MessageTree
 from ludus.rollouts.turn_limits import TurnLimits
 from ludus.serve.model import CheckpointService, EpisodeService, EpisodeSession, ModelServer

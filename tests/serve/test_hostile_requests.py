@@ -13,10 +13,10 @@ import aiohttp
 import pytest
 from model_parts import ADD, chat, serving, serving_checkpoint, user
 
+from ludus.chat import HFTokenizer, Renderer, load_format
 from ludus.core.generation import Sampling
 from ludus.core.tokenizer import ByteTokenizer
 from ludus.engine import EmbeddedEngine, EngineConfig
-from ludus.rollouts import HFTokenizer, Renderer, load_format
 from ludus.serve.model import CheckpointService, ModelServer
 from ludus.serve.model.requests import MOST_MESSAGES, MOST_TOOL_BYTES, MOST_TOOLS
 from ludus.training import fit_tokenizer

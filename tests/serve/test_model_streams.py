@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 from model_parts import ADD, CALL, Served, serving, serving_checkpoint, user
 
+from ludus.chat import Renderer, load_format
 from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, FinishReason, OnTokens, Sampling
 from ludus.core.messages import MediaSpan
@@ -20,7 +21,6 @@ from ludus.core.task import Task
 from ludus.core.tokenizer import ByteTokenizer
 from ludus.core.trajectory import Trajectory
 from ludus.engine import EmbeddedEngine, EngineConfig
-from ludus.rollouts import Renderer, load_format
 from ludus.rollouts.message_tree import MessageTree
 from ludus.rollouts.turn_limits import TurnLimits
 from ludus.serve.model import EpisodeService, EpisodeSession, ModelServer, streams

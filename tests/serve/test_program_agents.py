@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from ludus.chat import Renderer, load_format
 from ludus.core.failures import Boundary, ConfigError, EngineError
 from ludus.core.messages import ToolCall
 from ludus.core.task import Task
@@ -23,7 +24,7 @@ from ludus.core.trajectory import StopReason, Trajectory
 from ludus.engine import FakeEngine
 from ludus.observe import read_groups, rollout_metrics, write_groups
 from ludus.rewards import Scorer
-from ludus.rollouts import Budgets, Demonstrator, Renderer, Rollout, load_format
+from ludus.rollouts import Budgets, Demonstrator, Rollout
 from ludus.rollouts.agent import ProgramConfig
 from ludus.sandbox import SandboxConfig, close_shared_sandboxes
 from ludus.serve.model import ProgramAgent

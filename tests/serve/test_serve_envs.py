@@ -18,6 +18,7 @@ import pytest
 from served_envs import PICTURE, Counter
 from server_process import ServerProcess, serving, until
 
+from ludus.chat import Renderer, load_format
 from ludus.core import (
     Boundary,
     ByteTokenizer,
@@ -35,7 +36,7 @@ from ludus.envs.pool_config import probe_env
 from ludus.envs.safe import expert, found, held_out_tasks, opened
 from ludus.envs.served import load_served
 from ludus.rewards import Scorer
-from ludus.rollouts import Agent, Budgets, Renderer, Rollout, load_format
+from ludus.rollouts import Agent, Budgets, Rollout
 from ludus.rollouts.agent import Demonstrator
 from ludus.tools import as_toolset
 from ludus.tools.hosting import LocalHost

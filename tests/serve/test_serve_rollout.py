@@ -8,10 +8,11 @@ from typing import Any
 
 from server_process import TOOLS, ServerProcess, lines_of, serving, until
 
+from ludus.chat import Renderer, load_format
 from ludus.core import Boundary, ByteTokenizer, Group, Task, ToolCall, ToolSet
 from ludus.engine import FakeEngine
 from ludus.rewards import Scorer, reward
-from ludus.rollouts import Budgets, Renderer, Rollout, load_format
+from ludus.rollouts import Budgets, Rollout
 from ludus.tools.hosting import load_tools
 from ludus.tools.remote import RemoteTools
 

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ludus.chat import Renderer, load_format
 from ludus.core import ByteTokenizer, Message, Task, ToolCall, Trajectory
 from ludus.core.chat import ChatOptions, ChatReply
 from ludus.engine import FakeEngine
 from ludus.envs import EnvPool
 from ludus.envs.safe import Safe, found, opened
 from ludus.rewards import Scorer
-from ludus.rollouts import Budgets, Renderer, Rollout, load_format
+from ludus.rollouts import Budgets, Rollout
 from ludus.synth import SynthContext, SynthFolder
 from ludus.tools import as_toolset
 

@@ -27,13 +27,14 @@ from synth_parts import (
 )
 
 import ludus
+from ludus.chat import Renderer
 from ludus.core import ByteTokenizer, ConfigError, Message, SegmentKind, Task, ToolCall, Trajectory
 from ludus.core.trajectory import Branch
 from ludus.engine import FakeEngine
 from ludus.envs import Env, EnvPool
 from ludus.observe import read_trajectories, write_trajectories
 from ludus.rewards import Scorer
-from ludus.rollouts import Budgets, Renderer, Rollout
+from ludus.rollouts import Budgets, Rollout
 from ludus.rollouts.chat import EngineChatModel
 from ludus.rollouts.tree import leaf_weights
 from ludus.synth import provenance_of

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from recording_samples import Notebook
 
+from ludus.chat import Renderer, load_format
 from ludus.core import Boundary, ByteTokenizer, ConfigError, Task, ToolCall, ToolSet, Trajectory
 from ludus.engine import FakeEngine
 from ludus.rewards import Scorer, reward
-from ludus.rollouts import Budgets, Renderer, Rollout, load_format
+from ludus.rollouts import Budgets, Rollout
 from ludus.tools.recording import Label, Mode, RecordedTools, RecordingConfig
 
 

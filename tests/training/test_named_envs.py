@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from ludus.chat import load_format
 from ludus.core import ByteTokenizer, ConfigError, Task, ToolCall
 from ludus.engine import FakeEngine
 from ludus.envs import Env
 from ludus.envs.safe import Safe
 from ludus.rewards import Gate, reward
-from ludus.rollouts import load_format
 from ludus.tools import Tool, tool
 from ludus.training import Parts, Recipe, build_rollout, load_parts, task_set_specs
 from ludus.training.preflight import check_parts

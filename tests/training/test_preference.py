@@ -25,6 +25,7 @@ from ragged_episodes import (
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
+from ludus.chat import Renderer, load_format
 from ludus.core import (
     Boundary,
     ByteTokenizer,
@@ -38,7 +39,6 @@ from ludus.core import (
     ToolCall,
     Trajectory,
 )
-from ludus.rollouts import Renderer, load_format
 from ludus.training import (
     PreferenceConfig,
     frozen,

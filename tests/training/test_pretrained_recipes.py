@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from ludus.chat import HFTokenizer
 from ludus.engine import FakeEngine
-from ludus.rollouts import HFTokenizer
 from ludus.training import (
     build_task_sets,
     close_task_sets,

@@ -17,13 +17,13 @@ from training_helpers import TINY, add, even, expert, tasks
 from transformers import AutoTokenizer
 
 import ludus
+from ludus.chat import HFTokenizer, Renderer, load_format, load_tokenizer
 from ludus.core import ByteTokenizer, ConfigError, LudusError, Message, Sampling
 from ludus.core.config import apply_overrides
 from ludus.engine import FakeEngine
 from ludus.engine.remote import TranscriptTokenizer
 from ludus.envs import Step
 from ludus.observe import RunFolder, undefined
-from ludus.rollouts import HFTokenizer, Renderer, load_format, load_tokenizer
 from ludus.training import (
     Learner,
     OptimizerConfig,

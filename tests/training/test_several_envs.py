@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from ludus.chat.tokenizers import HFTokenizer
 from ludus.cli.main import app
 from ludus.engine import FakeEngine
-from ludus.rollouts.tokenizers import HFTokenizer
 from ludus.training.config.parts import load_parts
 from ludus.training.config.recipe_files import load_recipe
 from ludus.training.models.loading import fit_tokenizer

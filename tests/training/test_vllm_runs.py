@@ -20,12 +20,12 @@ from training_helpers import TINY, add, even, expert, tasks
 from typer.testing import CliRunner
 
 import ludus
+from ludus.chat.tokenizers import load_tokenizer
 from ludus.cli.main import app
 from ludus.core import ConfigError, EngineError, Sampling
 from ludus.engine.remote import VllmEngine, VllmOptions
 from ludus.engine.replicas import Canary, ReplicaLimits, ReplicatedEngine
 from ludus.observe import RunFolder
-from ludus.rollouts.tokenizers import load_tokenizer
 from ludus.training import Parts, Recipe
 from ludus.training.rollout_engines import PolicyWeights, write_policy
 from ludus.training.run_context import load_policy

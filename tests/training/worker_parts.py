@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ludus.chat import Renderer, load_format
 from ludus.core import ByteTokenizer, Task, ToolCall
 from ludus.engine import FakeEngine
 from ludus.rewards import Scorer, reward
-from ludus.rollouts import Budgets, Renderer, Rollout, load_format
+from ludus.rollouts import Budgets, Rollout
 from ludus.tools import as_toolset
 from ludus.training import RLConfig, RolloutBatch, RolloutSettings, TaskSet
 

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 from vision_models import noise, save_idefics3, save_llava
 
+from ludus.chat import Renderer, load_format
 from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, Sampling
 from ludus.core.messages import Media, MediaSpan, Message
@@ -19,7 +20,6 @@ from ludus.engine import EmbeddedEngine, EngineConfig, EngineCore, use_ludus_att
 from ludus.engine.images import virtual_ids, with_virtual_ids
 from ludus.engine.pictures import decode_picture
 from ludus.engine.request import Request
-from ludus.rollouts import Renderer, load_format
 from ludus.training import load_model
 from ludus.training.config.model import ModelConfig
 

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from vision_models import LLAVA_TEMPLATE, noise, save_idefics3, save_llava
 
 import ludus
+from ludus.chat import Renderer, load_format
+from ludus.chat.renderer import warn_of_unseen
 from ludus.core.failures import ConfigError
 from ludus.core.generation import Sampling
 from ludus.core.messages import IMAGE_MARK, Media, Message, ToolCall
@@ -22,9 +24,8 @@ from ludus.engine import FakeEngine
 from ludus.envs import EnvPool, Observation, Step
 from ludus.observe import rollout_metrics
 from ludus.rewards import Scorer
-from ludus.rollouts import Renderer, Rollout, load_format
+from ludus.rollouts import Rollout
 from ludus.rollouts.message_tree import MessageTree
-from ludus.rollouts.renderer import warn_of_unseen
 from ludus.rollouts.turn_limits import TurnLimits
 from ludus.tools import LocalTools
 from ludus.training import load_model, rows_of

@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from colours import COLOURS, make_model, screen, tasks
 
 import ludus
+from ludus.chat import Renderer, load_format
 from ludus.core.messages import Media, Message
 from ludus.engine import use_ludus_attention
-from ludus.rollouts import Renderer, load_format
 from ludus.training import load_model, logprobs_of, rows_of
 from ludus.training.config.model import ModelConfig
 from ludus.training.data.conversations import trajectory_of

@@ -15,11 +15,11 @@ from vision_models import noise, save_idefics3, save_llava, save_llava_next
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 from test_ranks import ALONE, assert_close, assert_same_weights, learner_on, two_ranks
 
+from ludus.chat import Renderer, load_format
 from ludus.core import Group, LudusError, Media, Message, Segment, SegmentKind, StopReason, Task
 from ludus.core.trajectory import TokenSequence, Trajectory
 from ludus.engine import use_ludus_attention
 from ludus.engine.image_features import vision_parameters
-from ludus.rollouts import Renderer, load_format
 from ludus.training import (
     Critic,
     CriticConfig,

@@ -18,6 +18,7 @@ from vision_models import noise, save_idefics3, save_llava
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from local_replica import LocalReplica
 
+from ludus.chat import Renderer, load_format
 from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, Sampling
 from ludus.core.messages import Json, Media, MediaSpan, Message
@@ -45,7 +46,6 @@ from ludus.engine.replicas.frames import (
 )
 from ludus.engine.replicas.requested import RequestedReplica
 from ludus.engine.replicas.served import ServedEngine
-from ludus.rollouts import Renderer, load_format
 from ludus.training import load_model
 from ludus.training.config.model import ModelConfig
 from ludus.training.rollout_engines import PolicyWeights

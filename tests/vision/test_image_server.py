@@ -19,6 +19,7 @@ import pytest
 from PIL import Image
 from vision_models import noise, save_llava
 
+from ludus.chat import Renderer, load_format
 from ludus.core.generation import Sampling
 from ludus.core.messages import IMAGE_MARK, Media, Message
 from ludus.core.pictures import MOST_PIXELS
@@ -26,7 +27,6 @@ from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
 from ludus.engine import EmbeddedEngine, EngineConfig
 from ludus.engine.pictures import decode_picture
-from ludus.rollouts import Renderer, load_format
 from ludus.rollouts.message_tree import MessageTree
 from ludus.rollouts.turn_limits import TurnLimits
 from ludus.serve.model import CheckpointService, EpisodeService, EpisodeSession, ModelServer

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 from vision_models import noise, save_idefics3, save_llava
 
+from ludus.chat import Renderer, load_format
 from ludus.core.failures import ConfigError, LudusError
 from ludus.core.generation import Sampling
 from ludus.core.messages import Media, Message
@@ -22,7 +23,6 @@ from ludus.engine import EmbeddedEngine, EngineConfig, image_features, images_of
 from ludus.engine.image_features import vision_parameters
 from ludus.engine.pictures import decode_picture
 from ludus.observe import keep_pictures, read_trajectories, with_pictures, write_trajectories
-from ludus.rollouts import Renderer, load_format
 from ludus.training import (
     Columns,
     Learner,

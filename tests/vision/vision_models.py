@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from ludus.chat.tokenizers import CHATML
 from ludus.core.messages import Media
-from ludus.rollouts.tokenizers import CHATML
 from ludus.training.models.loading import fit_tokenizer
 
 SIDE, PATCH = 16, 8

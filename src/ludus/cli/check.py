@@ -185,8 +185,8 @@ def _content(task: Task) -> int:
 @asynccontextmanager
 async def _rollout(recipe: Recipe, parts: Parts) -> AsyncIterator[Rollout]:
     """The recipe's rollout with a script in the model's place, which always says "hello"."""
+    from ludus.chat.tokenizers import HFTokenizer
     from ludus.engine import FakeEngine
-    from ludus.rollouts.tokenizers import HFTokenizer
     from ludus.training.models.loading import fit_tokenizer
     from ludus.training.run_context import build_rollout
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ludus.chat.tokenizers import load_tokenizer
 from ludus.cli.eval import load
 from ludus.cli.synth import ProgressBars, open_model, show_result
 from ludus.core.config import apply_overrides
@@ -20,7 +21,6 @@ from ludus.core.trajectory import StopReason, Trajectory
 from ludus.core.user_files import file_problem
 from ludus.engine.fake import FakeEngine
 from ludus.observe import holds_trajectories, read_trajectories
-from ludus.rollouts.tokenizers import load_tokenizer
 from ludus.sandbox import close_shared_sandboxes
 from ludus.synth import Cost, SynthContext, SynthFolder, SynthResult, write_result
 from ludus.synth.quality.pipeline import QualityConfig, QualityPipeline

@@ -29,9 +29,9 @@ from ludus.cli.serve_options import (
 from ludus.core.failures import ConfigError
 
 if TYPE_CHECKING:
+    from ludus.chat.renderer import History
     from ludus.core.generation import Sampling
     from ludus.engine import EngineConfig
-    from ludus.rollouts.renderer import History
     from ludus.serve import ServerConfig
     from ludus.training.config.model import ModelConfig
 
@@ -132,9 +132,9 @@ async def _serve(
     tokens_per_step: int | None,
 ) -> None:
     """Load the model, and serve it until told to stop."""
+    from ludus.chat import Renderer, load_format
     from ludus.engine import EmbeddedEngine, context_limit
     from ludus.engine.hf_model import device_of
-    from ludus.rollouts import Renderer, load_format
     from ludus.serve.model import CheckpointService, ModelServer
     from ludus.serve.server import serve_until_told
     from ludus.training.models.loading import check_source, load_model

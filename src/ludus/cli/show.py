@@ -176,7 +176,7 @@ def _hint(source: Path, files: list[TrajectoryFile], wanted: EpisodeFilter) -> s
 
 def _tokenizer(source: Path) -> Tokenizer:
     """The tokenizer that the run's checkpoints were saved with."""
-    from ludus.rollouts.tokenizers import load_tokenizer
+    from ludus.chat.tokenizers import load_tokenizer
 
     run = RunFolder(source if source.is_dir() else source.resolve().parent.parent)
     checkpoint = run.latest_checkpoint()

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from ludus.chat.renderer import Renderer
 from ludus.core.chat import ChatModel, ChatOptions, ChatReply, policy_model
 from ludus.core.concurrency import run_sync
 from ludus.core.failures import EngineError
@@ -17,7 +18,6 @@ from ludus.core.messages import Message
 from ludus.core.pictures import PictureError
 from ludus.core.random import key
 from ludus.llm import ChatError
-from ludus.rollouts.renderer import Renderer
 
 
 class EngineChatModel:

@@ -15,6 +15,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ludus.chat.formats import load_format
+from ludus.chat.renderer import Renderer
 from ludus.core.concurrency import DeadlineExceeded, run_sync
 from ludus.core.failures import ConfigError, Fault, LudusError
 from ludus.core.messages import ToolCall, ToolContext, ToolSet
@@ -29,8 +31,6 @@ from ludus.rewards import Scorer
 from ludus.rollouts.agent import Agent, Demonstrator, Expert, RandomAgent, random_call
 from ludus.rollouts.budgets import Budgets
 from ludus.rollouts.checked_instance import BAD_TEXTS, CheckedInstance, ResourceUsage, bad_calls
-from ludus.rollouts.formats import load_format
-from ludus.rollouts.renderer import Renderer
 from ludus.rollouts.rollout import Rollout
 from ludus.tools import as_toolset
 

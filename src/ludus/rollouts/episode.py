@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from ludus.chat.renderer import Renderer, warn_of_unseen
 from ludus.core.audit import Audit
 from ludus.core.concurrency import run_sync
 from ludus.core.failures import Aborted, ConfigError
@@ -36,7 +37,6 @@ from ludus.envs.world import ExpertMoves, next_move
 from ludus.rollouts.branching import EpisodeRecord, check_results
 from ludus.rollouts.budgets import Budgets
 from ludus.rollouts.message_tree import MessageTree
-from ludus.rollouts.renderer import Renderer, warn_of_unseen
 from ludus.rollouts.tool_calls import StepRewards, ToolCalls
 from ludus.rollouts.turn_limits import TurnLimits
 

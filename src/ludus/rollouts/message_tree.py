@@ -23,6 +23,10 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, TypeVar
 
+from ludus.chat.chat_template import tools_key
+from ludus.chat.message_keys import MessageKey, message_key
+from ludus.chat.renderer import Renderer
+from ludus.chat.streaming import ReplyView, TokenFeed
 from ludus.core.concurrency import run_sync
 from ludus.core.failures import Aborted, ConfigError, Fault
 from ludus.core.generation import Completion, Engine, FinishReason, Sampling
@@ -39,10 +43,7 @@ from ludus.core.trajectory import (
     media_spans,
 )
 from ludus.envs.world import ExpertMoves, next_move
-from ludus.rollouts.chat_template import tools_key
 from ludus.rollouts.engine_sessions import EngineSessions
-from ludus.rollouts.message_keys import MessageKey, message_key
-from ludus.rollouts.renderer import Renderer
 from ludus.rollouts.replies import Reply, read_completion
 from ludus.rollouts.sequence_tree import (
     Position,
@@ -51,7 +52,6 @@ from ludus.rollouts.sequence_tree import (
     is_end,
     segments_until,
 )
-from ludus.rollouts.streaming import ReplyView, TokenFeed
 from ludus.rollouts.turn_limits import BudgetUsedUp, TurnLimits
 
 T = TypeVar("T")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ludus.chat.formats.base import split_thinking
+from ludus.chat.renderer import Renderer
 from ludus.core.generation import Completion
 from ludus.core.messages import Message, ToolCall
-from ludus.rollouts.formats.base import split_thinking
-from ludus.rollouts.renderer import Renderer
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, get_args
 
+from ludus.chat.renderer import Renderer
 from ludus.core.audit import Audit
 from ludus.core.failures import (
     Aborted,
@@ -56,7 +57,6 @@ from ludus.rollouts.branching import EpisodeRecord, Origin, WorldState, check_fo
 from ludus.rollouts.budgets import Budgets
 from ludus.rollouts.chat import EngineChatModel, asking_policy
 from ludus.rollouts.episode import Episode, EpisodeOver
-from ludus.rollouts.renderer import Renderer
 from ludus.rollouts.tool_calls import StepRewards
 from ludus.rollouts.tree import Leaf, TreeConfig, grow_tree
 from ludus.rollouts.turn_search import SEARCH_SCORE, search_turns

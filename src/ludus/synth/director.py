@@ -15,6 +15,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field
 
+from ludus.chat.renderer import Renderer
 from ludus.core.chat import ChatModel, ChatOptions
 from ludus.core.failures import InfraError
 from ludus.core.messages import Message, ToolSpec
@@ -25,7 +26,6 @@ from ludus.llm import ask_json
 from ludus.rewards import Scorer
 from ludus.rollouts.agent import Agent
 from ludus.rollouts.episode import Episode, EpisodeOver
-from ludus.rollouts.renderer import Renderer
 from ludus.synth.folder import ItemResult
 from ludus.synth.method import (
     POLICY,

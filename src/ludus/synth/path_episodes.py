@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ludus.chat.formats import load_format
+from ludus.chat.renderer import Renderer
 from ludus.core.failures import Fault, LudusError
 from ludus.core.messages import Json, ToolCall, ToolSet, ToolSpec
 from ludus.core.task import Task
@@ -21,8 +23,6 @@ from ludus.rewards import Scorer
 from ludus.rollouts.agent import Agent
 from ludus.rollouts.budgets import Budgets
 from ludus.rollouts.episode import Episode
-from ludus.rollouts.formats import load_format
-from ludus.rollouts.renderer import Renderer
 from ludus.rollouts.rollout import Rollout
 from ludus.synth.call_paths import CallPath, NoValue, bound_arguments, value_of
 from ludus.synth.signature_graph import SignatureGraph

@@ -11,12 +11,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ludus.chat.renderer import Renderer
 from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, Engine, FinishReason, OnTokens, Sampling
 from ludus.core.messages import MediaSpan
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
-from ludus.rollouts.renderer import Renderer
 from ludus.rollouts.rollout import Rollout
 from ludus.synth.result import current_cost
 

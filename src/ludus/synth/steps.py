@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ludus.chat.formats.base import ParsedAction, split_thinking
 from ludus.core.messages import Message, ToolCall
 from ludus.core.trajectory import Trajectory
-from ludus.rollouts.formats.base import ParsedAction, split_thinking
 from ludus.tools.recording.keys import Unkeyable, canonical
 
 Parse = Callable[[str], ParsedAction]

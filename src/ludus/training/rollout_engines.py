@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ludus.chat.tokenizers import HFTokenizer
 from ludus.core.failures import ConfigError
 from ludus.core.messages import MediaSpan
 from ludus.engine import (
@@ -46,7 +47,6 @@ from ludus.engine.replicas import (
 from ludus.engine.replicas.weight_folders import remove_left_weights
 from ludus.engine.replicas.weight_loading import WEIGHTS
 from ludus.kernels import on_device, token_logprobs
-from ludus.rollouts.tokenizers import HFTokenizer
 from ludus.training.config.recipe import Recipe
 from ludus.training.models.gguf import without_progress_bars
 from ludus.training.models.lora import is_adapted

@@ -15,6 +15,9 @@ from typing import Self
 import torch
 from torch import nn
 
+from ludus.chat.formats import load_format
+from ludus.chat.renderer import Renderer
+from ludus.chat.tokenizers import HFTokenizer
 from ludus.core.failures import ConfigError, LudusError
 from ludus.core.generation import Engine, Sampling
 from ludus.core.messages import ToolContext, ToolSpec
@@ -29,10 +32,7 @@ from ludus.envs import EnvPool, EnvTools, PoolConfig, rename_clashes, tools_of
 from ludus.observe import diagnose
 from ludus.rewards import Scorer
 from ludus.rollouts.agent import Demonstrator, Expert
-from ludus.rollouts.formats import load_format
-from ludus.rollouts.renderer import Renderer
 from ludus.rollouts.rollout import Rollout
-from ludus.rollouts.tokenizers import HFTokenizer
 from ludus.sandbox import close_shared_sandboxes
 from ludus.tools import shut
 from ludus.tools.library import build_toolset

@@ -126,7 +126,7 @@ class EpisodeReader:
             return self._tokenizers[run]
 
     def _load(self, run: str) -> Tokenizer | None:
-        from ludus.rollouts.tokenizers import load_tokenizer
+        from ludus.chat.tokenizers import load_tokenizer
 
         try:
             checkpoint = self._workspace.run(run).latest_checkpoint()

@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
+from ludus.chat.renderer import NextContext, Renderer
+from ludus.chat.streaming import ReplyView, TokenFeed
 from ludus.core.generation import Completion, Engine, OnTokens, Sampling
 from ludus.core.messages import Json
 from ludus.core.pictures import MOST_PIXELS
-from ludus.rollouts.renderer import NextContext, Renderer
 from ludus.rollouts.replies import read_completion
-from ludus.rollouts.streaming import ReplyView, TokenFeed
 from ludus.serve.admission import Admission, WorkBudget
 from ludus.serve.http import check_token
 from ludus.serve.model.requests import (

@@ -21,6 +21,7 @@ from weakref import WeakSet
 import aiohttp
 from aiohttp import web
 
+from ludus.chat.streaming import TokenFeed
 from ludus.core.failures import Aborted, ConfigError, EngineError, InfraError
 from ludus.core.messages import Json
 from ludus.core.pictures import MOST_PIXELS
@@ -28,7 +29,6 @@ from ludus.core.random import key as seed_key
 from ludus.core.trajectory import StopReason, Trajectory
 from ludus.llm import Address
 from ludus.rollouts.message_tree import MessageTree, SampledTurn
-from ludus.rollouts.streaming import TokenFeed
 from ludus.rollouts.turn_limits import BudgetUsedUp
 from ludus.serve.admission import WorkBudget
 from ludus.serve.http import check_token

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from aiohttp import web
 
-from ludus.rollouts.streaming import ReplyView, TokenFeed
+from ludus.chat.streaming import ReplyView, TokenFeed
 from ludus.serve.model.requests import (
     ApiError,
     Dialect,

@@ -18,6 +18,8 @@ from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ludus.chat.formats.base import THINK
+from ludus.chat.renderer import Renderer
 from ludus.core.failures import ConfigError
 from ludus.core.generation import FinishReason
 from ludus.core.messages import Message, ToolSpec, parse_messages
@@ -25,8 +27,6 @@ from ludus.core.pictures import PictureError
 from ludus.core.task import Task
 from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequence, Trajectory
 from ludus.observe import holds_trajectories, read_trajectories, with_pictures
-from ludus.rollouts.formats.base import THINK
-from ludus.rollouts.renderer import Renderer
 from ludus.rollouts.row_pictures import undecodable_pictures
 from ludus.rollouts.tasksets import Columns, read_rows
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ludus.chat.formats import load_format
+from ludus.chat.tokenizers import load_tokenizer
 from ludus.core.failures import ConfigError
 from ludus.core.generation import Sampling
 from ludus.core.random import key
@@ -17,9 +19,7 @@ from ludus.core.trajectory import Group, Trajectory
 from ludus.engine.remote import RemoteEngine, RemoteOptions, TranscriptTokenizer
 from ludus.llm import Address, is_address
 from ludus.observe import RunFolder, rollout_metrics, set_metrics
-from ludus.rollouts.formats import load_format
 from ludus.rollouts.rollout import Rollout
-from ludus.rollouts.tokenizers import load_tokenizer
 from ludus.sandbox import close_shared_sandboxes
 from ludus.training.config.parts import Parts
 from ludus.training.config.recipe import Recipe

@@ -19,14 +19,14 @@ from pydantic import Field
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from ludus.chat.formats import load_format
+from ludus.chat.renderer import Renderer
+from ludus.chat.tokenizers import HFTokenizer
 from ludus.core.config import Config
 from ludus.core.failures import ConfigError, not_there
 from ludus.engine import context_limit, decoder_of, sampling_mode, use_ludus_attention
 from ludus.engine.image_features import placed_features
 from ludus.observe import atomic_directory
-from ludus.rollouts.formats import load_format
-from ludus.rollouts.renderer import Renderer
-from ludus.rollouts.tokenizers import HFTokenizer
 from ludus.training.checkpoint import save_model
 from ludus.training.config.model import ModelConfig
 from ludus.training.data.conversations import Conversation, trajectory_of

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from ludus.algos import by_token
+from ludus.chat.tokenizers import HFTokenizer
 from ludus.core.failures import ConfigError
 from ludus.core.trajectory import Trajectory, is_lost
 from ludus.engine import use_ludus_attention
 from ludus.observe import rollout_metrics
-from ludus.rollouts.tokenizers import HFTokenizer
 from ludus.training.checkpoint import load_learner, save_learner
 from ludus.training.config.model import ModelConfig
 from ludus.training.config.parts import Parts

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from ludus.chat.formats.base import ActionFormat, ParsedAction
 from ludus.core.failures import ConfigError
 from ludus.core.registry import Registry
-from ludus.rollouts.formats.base import ActionFormat, ParsedAction
 
 FORMATS = Registry(
     "action format",
     {
-        "hermes": "ludus.rollouts.formats.hermes:HermesFormat",
-        "llama3": "ludus.rollouts.formats.llama3:Llama3Format",
-        "tags": "ludus.rollouts.formats.tags:TagsFormat",
-        "fenced": "ludus.rollouts.formats.fenced:FencedFormat",
-        "react": "ludus.rollouts.formats.react:ReActFormat",
-        "plain": "ludus.rollouts.formats.plain:PlainFormat",
+        "hermes": "ludus.chat.formats.hermes:HermesFormat",
+        "llama3": "ludus.chat.formats.llama3:Llama3Format",
+        "tags": "ludus.chat.formats.tags:TagsFormat",
+        "fenced": "ludus.chat.formats.fenced:FencedFormat",
+        "react": "ludus.chat.formats.react:ReActFormat",
+        "plain": "ludus.chat.formats.plain:PlainFormat",
     },
 )
 """Short names of the formats; `FORMATS.load(name)` gives the class."""

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ludus.chat.tokenizers import ControlTexts
 from ludus.core.messages import Role, ToolSpec
 from ludus.core.tokenizer import Tokenizer
-from ludus.rollouts.tokenizers import ControlTexts
 
 Escape = Callable[[str], str]
 Span = tuple[int, int]

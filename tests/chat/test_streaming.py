@@ -13,16 +13,16 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from ludus.chat import Renderer, load_format
+from ludus.chat.formats import FORMATS
+from ludus.chat.streaming import Detokenizer, ReplyView
+from ludus.chat.tokenizers import CHATML, HFTokenizer
 from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, FinishReason
 from ludus.core.messages import ToolSpec
 from ludus.core.tokenizer import ByteTokenizer, Tokenizer
 from ludus.engine.request import StopChecker
-from ludus.rollouts import Renderer, load_format
-from ludus.rollouts.formats import FORMATS
 from ludus.rollouts.replies import read_completion
-from ludus.rollouts.streaming import Detokenizer, ReplyView
-from ludus.rollouts.tokenizers import CHATML, HFTokenizer
 from ludus.training import fit_tokenizer
 
 SPECIALS = ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"]
@@ -281,7 +281,7 @@ def test_what_is_decided_is_shown_and_nothing_else(format: str, text: str, shown
 
 
 def test_a_format_that_does_not_say_what_is_certain_is_held_back() -> None:
-    from ludus.rollouts.formats.hermes import HermesFormat
+    from ludus.chat.formats.hermes import HermesFormat
 
     class Own(HermesFormat):
         def certain(self, body: str) -> int:

@@ -21,11 +21,7 @@ import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 
-from ludus.core.failures import ConfigError
-from ludus.core.lru import LruCache
-from ludus.core.messages import Json, ToolSpec
-from ludus.core.tokenizer import Tokenizer
-from ludus.rollouts.template_content import (
+from ludus.chat.template_content import (
     ChatEntry,
     Escape,
     Escaper,
@@ -36,7 +32,11 @@ from ludus.rollouts.template_content import (
     SwitchPlaceholders,
     anonymous_tools,
 )
-from ludus.rollouts.tokenizers import ControlTexts
+from ludus.chat.tokenizers import ControlTexts
+from ludus.core.failures import ConfigError
+from ludus.core.lru import LruCache
+from ludus.core.messages import Json, ToolSpec
+from ludus.core.tokenizer import Tokenizer
 
 Writer = Callable[[Piece], str]
 

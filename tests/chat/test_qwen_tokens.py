@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import regex
 
+from ludus.chat import Renderer, load_format
 from ludus.core import ByteTokenizer, FinishReason, Message, Segment, SegmentKind, TokenSequence
-from ludus.rollouts import Renderer, load_format
 
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"

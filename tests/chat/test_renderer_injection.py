@@ -18,9 +18,9 @@ from format_templates import (
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from ludus.chat import Renderer, load_format
+from ludus.chat.tokenizers import ControlTexts
 from ludus.core import ConfigError, Message, Tokenizer, ToolCall, ToolResult, ToolSpec
-from ludus.rollouts import Renderer, load_format
-from ludus.rollouts.tokenizers import ControlTexts
 
 EXAMPLES = settings.default.max_examples // 5
 """For each of many tokenizers, templates and formats."""

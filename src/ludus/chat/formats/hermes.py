@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from ludus.core.messages import ToolCall, ToolSpec
-from ludus.core.strict_json import BadJson, read_json
-from ludus.rollouts.formats.base import (
+from ludus.chat.formats.base import (
     MAX_CALLS,
     ActionFormat,
     ParsedAction,
@@ -19,6 +17,8 @@ from ludus.rollouts.formats.base import (
     unfinished,
     write_json,
 )
+from ludus.core.messages import ToolCall, ToolSpec
+from ludus.core.strict_json import BadJson, read_json
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 EXAMPLE = f'{OPEN}\n{{"name": "tool", "arguments": {{"key": "value"}}}}\n{CLOSE}'

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from ludus.chat import FORMATS, ActionFormat, load_format
+from ludus.chat.formats.base import MAX_CALLS
+from ludus.chat.formats.fenced import LANGUAGES
 from ludus.core import ConfigError, Fault, Task, ToolCall, ToolContext, ToolSpec
-from ludus.rollouts import FORMATS, ActionFormat, load_format
-from ludus.rollouts.formats.base import MAX_CALLS
-from ludus.rollouts.formats.fenced import LANGUAGES
 from ludus.tools.library import build_toolset
 
 ADD = ToolSpec(

@@ -7,8 +7,8 @@ from functools import cache
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from ludus.chat import CHATML, HFTokenizer
 from ludus.core import ByteTokenizer
-from ludus.rollouts import CHATML, HFTokenizer
 
 TRIMMING_CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"

@@ -11,16 +11,10 @@ from functools import lru_cache
 from itertools import takewhile
 from typing import Literal, Self
 
-from ludus.core.failures import ConfigError
-from ludus.core.generation import Completion, FinishReason, first_stop
-from ludus.core.lru import LruCache
-from ludus.core.messages import MediaSpan, Message, ToolSpec
-from ludus.core.tokenizer import ImageTokens, Tokenizer
-from ludus.core.trajectory import SegmentKind, TokenSequence
-from ludus.rollouts.chat_template import SafeTemplate, tools_key
-from ludus.rollouts.formats.base import THINK, ActionFormat, is_thinking
-from ludus.rollouts.template_content import ChatEntry, Piece, split_at_marks, unused_word
-from ludus.rollouts.template_features import (
+from ludus.chat.chat_template import SafeTemplate, tools_key
+from ludus.chat.formats.base import THINK, ActionFormat, is_thinking
+from ludus.chat.template_content import ChatEntry, Piece, split_at_marks, unused_word
+from ludus.chat.template_features import (
     TOOL,
     action_text,
     chat_entries,
@@ -30,6 +24,12 @@ from ludus.rollouts.template_features import (
     shown_images,
     with_description,
 )
+from ludus.core.failures import ConfigError
+from ludus.core.generation import Completion, FinishReason, first_stop
+from ludus.core.lru import LruCache
+from ludus.core.messages import MediaSpan, Message, ToolSpec
+from ludus.core.tokenizer import ImageTokens, Tokenizer
+from ludus.core.trajectory import SegmentKind, TokenSequence
 
 log = logging.getLogger(__name__)
 

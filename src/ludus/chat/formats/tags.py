@@ -6,9 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Self
 
-from ludus.core.failures import ConfigError
-from ludus.core.messages import Role, ToolCall, ToolSpec
-from ludus.rollouts.formats.base import (
+from ludus.chat.formats.base import (
     MAX_CALLS,
     ActionFormat,
     ParsedAction,
@@ -21,6 +19,8 @@ from ludus.rollouts.formats.base import (
     without_fence,
     without_frame,
 )
+from ludus.core.failures import ConfigError
+from ludus.core.messages import Role, ToolCall, ToolSpec
 
 COMMON = {"python": "python.code", "search": "search.query", "sql": "sql.query"}
 _NAME = re.compile(r"[\w.-]+")

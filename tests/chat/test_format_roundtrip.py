@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ludus.chat import load_format
+from ludus.chat.formats.base import THINK
 from ludus.core import ToolCall
-from ludus.rollouts import load_format
-from ludus.rollouts.formats.base import THINK
 
 NAMES = st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True)
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)

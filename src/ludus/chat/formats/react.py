@@ -12,9 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar, Self
 
-from ludus.core.messages import Role, ToolCall, ToolSpec
-from ludus.core.strict_json import BadJson, whole_json
-from ludus.rollouts.formats.base import (
+from ludus.chat.formats.base import (
     ActionFormat,
     ParsedAction,
     Target,
@@ -25,6 +23,8 @@ from ludus.rollouts.formats.base import (
     unfinished,
     write_json,
 )
+from ludus.core.messages import Role, ToolCall, ToolSpec
+from ludus.core.strict_json import BadJson, whole_json
 
 EXAMPLE = (
     'Thought: what to do next\nAction: tool\nAction Input: {"key": "value"}\n\n'

@@ -6,9 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import ClassVar
 
-from ludus.core.messages import ToolCall, ToolSpec
-from ludus.core.strict_json import BadJson, read_json
-from ludus.rollouts.formats.base import (
+from ludus.chat.formats.base import (
     MAX_CALLS,
     ActionFormat,
     ParsedAction,
@@ -20,6 +18,8 @@ from ludus.rollouts.formats.base import (
     unfinished,
     write_json,
 )
+from ludus.core.messages import ToolCall, ToolSpec
+from ludus.core.strict_json import BadJson, read_json
 
 TAG = "<|python_tag|>"
 EXAMPLE = '{"name": "tool", "parameters": {"key": "value"}}'

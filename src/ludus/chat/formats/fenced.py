@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ludus.core.messages import Role, ToolCall, ToolSpec
-from ludus.rollouts.formats.base import (
+from ludus.chat.formats.base import (
     MAX_CALLS,
     ActionFormat,
     ParsedAction,
@@ -18,6 +17,7 @@ from ludus.rollouts.formats.base import (
     targets,
     unfinished,
 )
+from ludus.core.messages import Role, ToolCall, ToolSpec
 
 LANGUAGES = {
     "python": "python.code",

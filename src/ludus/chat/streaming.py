@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from ludus.chat.formats.base import THINK, before_any, skip_space
+from ludus.chat.renderer import Renderer
 from ludus.core.failures import EngineError
 from ludus.core.tokenizer import Tokenizer
-from ludus.rollouts.formats.base import THINK, before_any, skip_space
-from ludus.rollouts.renderer import Renderer
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 _PATIENCE = 16

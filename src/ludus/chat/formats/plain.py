@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
-from ludus.core.failures import ConfigError
-from ludus.core.messages import Role, ToolCall, ToolSpec
-from ludus.rollouts.formats.base import (
+from ludus.chat.formats.base import (
     ActionFormat,
     ParsedAction,
     before_any,
@@ -15,6 +13,8 @@ from ludus.rollouts.formats.base import (
     split_thinking,
     unfinished,
 )
+from ludus.core.failures import ConfigError
+from ludus.core.messages import Role, ToolCall, ToolSpec
 
 Take = Literal["text", "last_line", "label"]
 

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from ludus.chat import HFTokenizer, load_tokenizer
 from ludus.core import ConfigError
-from ludus.rollouts import HFTokenizer, load_tokenizer
 
 TEXTS = st.lists(
     st.sampled_from([*SPECIALS, *TAGS, "hello", " world", "\n", "é", "<|", "|>"]), max_size=8

@@ -20,6 +20,8 @@ from format_templates import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ludus.chat import FORMATS, HFTokenizer, Renderer, load_format
+from ludus.chat.renderer import MOST_BYTES, LruCache
 from ludus.core import (
     ByteTokenizer,
     Completion,
@@ -33,8 +35,6 @@ from ludus.core import (
     ToolResult,
     ToolSpec,
 )
-from ludus.rollouts import FORMATS, HFTokenizer, Renderer, load_format
-from ludus.rollouts.renderer import MOST_BYTES, LruCache
 
 LOOKUP = ToolSpec(
     "lookup",
@@ -573,8 +573,8 @@ class TestRecent:
         """In a process of its own: a dictionary that threads change half at a time ends the interpreter."""
         program = """
 import sys, threading
-from ludus.rollouts.renderer import LruCache
-from ludus.rollouts.template_content import ChatEntry, Piece
+from ludus.chat.renderer import LruCache
+from ludus.chat.template_content import ChatEntry, Piece
 
 sys.setswitchinterval(1e-6)
 kept = LruCache(16)
