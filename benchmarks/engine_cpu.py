@@ -25,14 +25,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ludus.core import Sampling
-from ludus.engine import (
-    AttentionParams,
-    EmbeddedEngine,
-    EngineConfig,
-    Scheduler,
-    head_logits,
-    hidden_states,
-)
+from ludus.engine import EmbeddedEngine, EngineConfig, Scheduler
+from ludus.model import AttentionParams, head_logits, hidden_states
 
 VOCABULARY = 300
 

@@ -25,7 +25,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ludus.core import Segment, SegmentKind, StopReason, Task, TokenSequence, Trajectory
-from ludus.engine import use_ludus_attention
+from ludus.model import use_ludus_attention
 from ludus.observe import table_markdown
 from ludus.training import Learner, OptimizerConfig, sft_step
 from ludus.training.config.cluster import ClusterConfig

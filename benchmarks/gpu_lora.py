@@ -6,7 +6,7 @@ Random weights in bf16 in the shapes of Qwen2.5, float32 adapters on all linear 
 
     none             the model itself: all of it is trained, with float32 masters. An adapter adds so few bytes
                      and operations that its decoding could be as fast
-    adapter          the adapter computed beside joined products (`engine/fused_linear.py`)
+    adapter          the adapter computed beside joined products (`model/fused_linear.py`)
     layer by layer   each layer's own forward, as peft writes it, in the same engine and learner
     stock            Hugging Face with peft: `generate`, and the stock step of `gpu_training.py`
 
@@ -31,7 +31,7 @@ import torch
 from gpu_common import machine, say, table, write
 from gpu_training import Batch, Case, Line, build, even_batch, operations
 
-from ludus.engine import fused_linear, use_ludus_attention
+from ludus.model import fused_linear, use_ludus_attention
 
 CASES = ("none", "adapter", "layer by layer", "stock")
 

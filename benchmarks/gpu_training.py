@@ -41,7 +41,7 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ludus.algos import LossInputs, load_algorithm
-from ludus.engine import (
+from ludus.model import (
     AttentionParams,
     packed_attention,
     set_activation_checkpointing,

@@ -33,7 +33,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ludus.core import Branch, Group, Segment, SegmentKind, StopReason, Task, TokenSequence, Trajectory
-from ludus.engine import use_ludus_attention
+from ludus.model import use_ludus_attention
 from ludus.observe import table_markdown
 from ludus.training import Learner, OptimizerConfig, RLConfig, RolloutBatch, policy_update, rows_of
 from ludus.training.config.stages import PreferenceConfig

@@ -22,7 +22,8 @@ import ludus
 from ludus.algos import AdvantageInputs, LossInputs, by_token, clipped_surrogate, grpo
 from ludus.chat import Renderer, load_format
 from ludus.core import ByteTokenizer, Engine, Tokenizer, key
-from ludus.engine import EmbeddedEngine, FakeEngine, PackedContext, head_logits, hidden_states
+from ludus.engine import EmbeddedEngine, FakeEngine
+from ludus.model import PackedContext, head_logits, hidden_states
 from ludus.rewards import Scorer
 from ludus.rollouts import Budgets, Demonstrator, Rollout
 from ludus.tools import LocalTools

@@ -16,13 +16,13 @@ SOURCE = Path(__file__).parent.parent / "src" / "ludus"
 LEVELS = {
     "core": 0,
     "chat": 1, "sandbox": 1, "algos": 1, "observe": 1, "kernels": 1, "llm": 1,
-    "tools": 2, "rewards": 2,
+    "tools": 2, "rewards": 2, "model": 2,
     "envs": 3, "engine": 3,
     "rollouts": 4,
     "training": 5, "synth": 5, "serve": 5, "dist": 5,
     "viewer": 6, "cli": 6,
 }  # fmt: skip
-TORCH_ROOMS = {"algos", "kernels", "engine", "training", "dist"}
+TORCH_ROOMS = {"algos", "kernels", "model", "engine", "training", "dist"}
 CORE_MAY_IMPORT = {"numpy", "pydantic"}
 
 

@@ -10,13 +10,14 @@ import torch
 from engine_models import make, prompts, stock_greedy
 
 from ludus.core import Sampling
-from ludus.engine import EngineCore, Request, use_ludus_attention
+from ludus.engine import EngineCore, Request
 from ludus.engine.cuda import graphs as graphs_module
 from ludus.engine.cuda import prefill
 from ludus.engine.cuda.decode import RowState
 from ludus.engine.cuda.graphs import GraphShape, StepGraphs
 from ludus.engine.cuda.runner import CudaModelRunner
 from ludus.kernels.device import StagingBuffers
+from ludus.model import use_ludus_attention
 
 SIZES = [prefill.SIZES, ((8, 2), (32, 3)), ((4, 1), (16, 2), (64, 64)), ((16, 1),)]
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ludus.core import EngineError, Sampling
-from ludus.engine import EngineCore, EngineStats, Request, model_runner, self_check, use_ludus_attention
+from ludus.engine import EngineCore, EngineStats, Request, model_runner, paged_check
 from ludus.engine.cuda import prefill
 from ludus.engine.cuda.decode import rows_for
 from ludus.engine.cuda.graphs import GraphShape, StepGraphs, wide_enough
@@ -25,6 +25,7 @@ from ludus.engine.model_runner import TorchModelRunner
 from ludus.engine.request import Chunk
 from ludus.kernels import arrays_to_device
 from ludus.kernels.device import StagingBuffers
+from ludus.model import use_ludus_attention
 
 CPU = torch.device("cpu")
 
@@ -372,7 +373,7 @@ def test_kernels_that_do_not_run_are_done_without_and_the_reason_is_told(
 ) -> None:
     model = make()
     model_runner._warn_slow.cache_clear()
-    monkeypatch.setattr(self_check, "sample_at_temperature", _raise(ValueError("odd vocabulary")))
+    monkeypatch.setattr(paged_check, "sample_at_temperature", _raise(ValueError("odd vocabulary")))
     worker = _worker(model, lookahead=None)
     assert isinstance(worker._runner, TorchModelRunner)
     assert "odd vocabulary" in caplog.text
@@ -400,7 +401,7 @@ def test_what_layers_keep_is_found_by_looking(family: str) -> None:
     model = make(family)
     use_ludus_attention(model)
     layers = model.config.num_hidden_layers
-    assert self_check.kv_shape(model) == KVShape(layers, 2, 8, torch.float32)
+    assert paged_check.kv_shape(model) == KVShape(layers, 2, 8, torch.float32)
 
 
 def test_graphs_are_forgotten_when_an_address_changes_and_only_then() -> None:

@@ -16,7 +16,8 @@ from engine_models import VOCABULARY, make, plain_logprobs, prompts, stock_greed
 from transformers import PreTrainedModel
 
 from ludus.core import Completion, EngineError, FinishReason, Sampling
-from ludus.engine import EngineCore, Request, StopChecker, use_ludus_attention
+from ludus.engine import EngineCore, Request, StopChecker
+from ludus.model import use_ludus_attention
 
 AHEAD = {"is_static": True, "lookahead": 1}
 SESSIONS, TURNS = 6, 3

@@ -11,7 +11,7 @@ from engine_models import FAMILIES, make, prompts
 from transformers import AutoModelForCausalLM
 
 from ludus.core import ConfigError
-from ludus.engine import use_ludus_attention
+from ludus.model import use_ludus_attention
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -11,7 +11,8 @@ from engine_models import VOCABULARY, make, plain_logprobs
 from transformers import PreTrainedModel
 
 from ludus.core import Completion, Sampling
-from ludus.engine import EngineCore, Request, use_ludus_attention
+from ludus.engine import EngineCore, Request
+from ludus.model import use_ludus_attention
 
 SESSIONS = [f"s{i}" for i in range(5)]
 

@@ -24,7 +24,8 @@ from transformers import (
 )
 
 from ludus.core import ConfigError, Sampling
-from ludus.engine import EmbeddedEngine, EngineConfig, use_ludus_attention
+from ludus.engine import EmbeddedEngine, EngineConfig
+from ludus.model import use_ludus_attention
 
 _SMALL = {
     "vocab_size": 97,

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ludus.engine import (
+from ludus.model import (
     AttentionParams,
     ForestContext,
     PackedContext,
@@ -26,7 +26,7 @@ from ludus.engine import (
     packed_attention,
     use_ludus_attention,
 )
-from ludus.engine.packed_attention import (
+from ludus.model.packed_attention import (
     SequenceBounds,
     first_correct,
     flash,

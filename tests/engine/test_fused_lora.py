@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ludus import kernels
-from ludus.engine import (
+from ludus.model import (
     PackedContext,
     decoder_of,
     fused_linear,
@@ -17,8 +17,8 @@ from ludus.engine import (
     hidden_states,
     use_ludus_attention,
 )
-from ludus.engine.fused_linear import is_stacked
-from ludus.engine.fused_model import decoder_parts, fused_hidden_states
+from ludus.model.fused_linear import is_stacked
+from ludus.model.fused_model import decoder_parts, fused_hidden_states
 
 peft: Any = pytest.importorskip("peft")
 

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ludus.core import ConfigError, Sampling
-from ludus.engine import EmbeddedEngine, model_runner, use_ludus_attention
+from ludus.engine import EmbeddedEngine, model_runner
 from ludus.engine.cuda.kv_cache import KVShape
-from ludus.engine.model_runner import why_not_fused
-from ludus.engine.self_check import usable_kv_shape
+from ludus.engine.paged_check import usable_kv_shape
+from ludus.model import use_ludus_attention
+from ludus.model.forward import why_not_fused
 from ludus.training import ModelConfig, load_model
 
 HALF = [torch.bfloat16, torch.float16]

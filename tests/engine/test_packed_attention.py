@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludus.core import ConfigError
-from ludus.engine import AttentionParams, PackedContext, head_logits, hidden_states, use_ludus_attention
-from ludus.engine.attention import split_by_length
+from ludus.model import AttentionParams, PackedContext, head_logits, hidden_states, use_ludus_attention
+from ludus.model.attention import split_by_length
 
 LENGTHS = [3, 17, 1, 29, 17, 8, 40, 5]
 

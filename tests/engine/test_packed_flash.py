@@ -10,14 +10,14 @@ import torch
 from engine_models import make, prompts
 from torch import Tensor
 
-from ludus.engine import (
+from ludus.model import (
     AttentionParams,
     PackedContext,
     hidden_states,
     packed_attention,
     use_ludus_attention,
 )
-from ludus.engine.packed_attention import SequenceBounds, first_correct, flash_expanded, kernel_for
+from ludus.model.packed_attention import SequenceBounds, first_correct, flash_expanded, kernel_for
 
 CPU = torch.device("cpu")
 CUDA = pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)

@@ -18,8 +18,9 @@ from local_replica import LocalReplica, TrainedModel
 
 from ludus.core import EngineError
 from ludus.core.generation import Completion, Engine, FinishReason, Sampling
-from ludus.engine import EmbeddedEngine, EngineConfig, vocabulary_size
+from ludus.engine import EmbeddedEngine, EngineConfig
 from ludus.engine.replicas import Canary, CanaryError, ReplicaLimits, ReplicatedEngine
+from ludus.model import vocabulary_size
 
 QUICK = ReplicaLimits(seconds=20.0, backoff=0.0)
 

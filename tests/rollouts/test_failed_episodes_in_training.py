@@ -13,7 +13,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ludus.core import Boundary, EngineError, Failure, Group, Sampling, StopReason, Task, Trajectory
-from ludus.engine import use_ludus_attention
+from ludus.model import use_ludus_attention
 from ludus.rewards import reward
 from ludus.tools import tool
 from ludus.training import Learner, OptimizerConfig, RLConfig, RolloutBatch, policy_update

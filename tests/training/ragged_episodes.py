@@ -29,7 +29,7 @@ from ludus.core import (
     TokenSequence,
     Trajectory,
 )
-from ludus.engine import use_ludus_attention
+from ludus.model import use_ludus_attention
 from ludus.training import Learner, OptimizerConfig, RolloutBatch
 
 VOCABULARY = 40

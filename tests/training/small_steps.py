@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ludus.engine import use_ludus_attention
+from ludus.model import use_ludus_attention
 from ludus.training import Columns, Learner, OptimizerConfig, Pack, Row, packs_of
 
 VOCABULARY = 50

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ludus.core import ConfigError
-from ludus.engine import use_ludus_attention
+from ludus.model import use_ludus_attention
 from ludus.training import ModelConfig, ScratchConfig, fit_tokenizer, load_model, scratch_model
 
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 import ludus
 from ludus.core import ConfigError
-from ludus.engine import PackedContext, head_logits, hidden_states, use_ludus_attention
+from ludus.model import PackedContext, head_logits, hidden_states, use_ludus_attention
 from ludus.training import (
     ModelConfig,
     Recipe,

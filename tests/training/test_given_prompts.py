@@ -17,7 +17,7 @@ from ludus.chat import Renderer, load_format
 from ludus.cli.check_data import read_examples
 from ludus.core import ByteTokenizer, ConfigError, Message, Segment, SegmentKind, StopReason, Task
 from ludus.core.trajectory import TokenSequence, Trajectory
-from ludus.engine import use_ludus_attention
+from ludus.model import use_ludus_attention
 from ludus.observe import write_trajectories
 from ludus.rewards.preferences import AttemptPair, PairVerdict, preference_row
 from ludus.training import (

@@ -11,7 +11,7 @@ from small_steps import imitation, learner_of, packs, rows_of_lengths, small_mod
 from torch import Tensor
 
 from ludus.algos import LossInputs, load_algorithm
-from ludus.engine import checkpointed_layers, use_ludus_attention
+from ludus.model import checkpointed_layers, use_ludus_attention
 from ludus.training import Pack, action_logprobs
 from ludus.training.optim.logprobs import linear_logprobs
 from ludus.training.optim.memory import measure

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from small_steps import packs, rows_of_lengths, small_model
 from torch import Tensor, nn
 
-from ludus.engine import head_logits, plain_head
+from ludus.model import head_logits, plain_head
 from ludus.training import action_logprobs
 from ludus.training.optim import logprobs
 from ludus.training.optim.logprobs import chunk_rows, linear_logprobs

@@ -17,7 +17,7 @@ from transformers import PhimoeConfig, PhimoeForCausalLM
 
 import ludus
 from ludus.core import ConfigError, MissingExtraError
-from ludus.engine import PackedContext, head_logits, hidden_states, use_ludus_attention
+from ludus.model import PackedContext, head_logits, hidden_states, use_ludus_attention
 from ludus.training import (
     Columns,
     Learner,
@@ -292,7 +292,7 @@ def test_gradients_with_a_shared_reference_are_those_with_a_copy(
     from ludus.training import frozen
 
     if is_fused:
-        monkeypatch.setattr("ludus.engine.model_runner.unavailable", lambda device: None)
+        monkeypatch.setattr("ludus.model.forward.unavailable", lambda device: None)
     model, copy = adapted(base), adapted(base)
     save_adapter(tmp_path, model)
     shared = adapter_reference(model, tmp_path, bare=bare)
@@ -328,7 +328,7 @@ def test_the_fused_forward_runs_adapters_too(
     references = [adapter_reference(model, tmp_path, bare=bare) for bare in (False, True)]
     shaken(model, 0.2, seed=8)
     expected = [hidden(one) for one in (model, *references)]
-    monkeypatch.setattr("ludus.engine.model_runner.unavailable", lambda device: None)
+    monkeypatch.setattr("ludus.model.forward.unavailable", lambda device: None)
     for one, logits in zip((model, *references), expected, strict=True):
         torch.testing.assert_close(hidden(one), logits, rtol=1e-4, atol=1e-4)
 
@@ -336,7 +336,7 @@ def test_the_fused_forward_runs_adapters_too(
 def test_joined_factors_are_saved_and_loaded_as_their_own(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ludus.engine.model_runner.unavailable", lambda device: None)
+    monkeypatch.setattr("ludus.model.forward.unavailable", lambda device: None)
     model = adapted(base)
     expected = hidden(model)  # joins them
     save_adapter(tmp_path, model)

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from training_helpers import TINY, Chatty, add, even, tasks
 
 import ludus
-from ludus.engine import PackedContext, fused_linear, hidden_states, use_ludus_attention
 from ludus.kernels import low_rank_unusable
+from ludus.model import PackedContext, fused_linear, hidden_states, use_ludus_attention
 from ludus.training import (
     ModelConfig,
     ScratchConfig,

@@ -25,7 +25,7 @@ from small_steps import (
 from torch import Tensor, nn
 
 from ludus.core import LudusError
-from ludus.engine import (
+from ludus.model import (
     PackedContext,
     checkpointable_layers,
     checkpointed_layers,

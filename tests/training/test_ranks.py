@@ -17,7 +17,7 @@ from small_steps import imitation, rows_of_lengths, small_model
 from torch import nn
 
 from ludus.core import LudusError, Trajectory
-from ludus.engine import checkpointed_layers, decoder_of, set_activation_checkpointing
+from ludus.model import checkpointed_layers, decoder_of, set_activation_checkpointing
 from ludus.training import (
     Columns,
     Critic,

@@ -35,7 +35,7 @@ from training_helpers import TINY, Chatty, add, even, tasks
 
 import ludus
 from ludus.core import Message, Segment, SegmentKind, StopReason, Task, TokenSequence, Trajectory
-from ludus.engine import set_activation_checkpointing
+from ludus.model import set_activation_checkpointing
 from ludus.training import (
     Columns,
     Learner,

@@ -16,10 +16,11 @@ from ludus.chat import Renderer, load_format
 from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, Sampling
 from ludus.core.messages import Media, MediaSpan, Message
-from ludus.engine import EmbeddedEngine, EngineConfig, EngineCore, use_ludus_attention
-from ludus.engine.images import virtual_ids, with_virtual_ids
-from ludus.engine.pictures import decode_picture
+from ludus.engine import EmbeddedEngine, EngineConfig, EngineCore
 from ludus.engine.request import Request
+from ludus.model import use_ludus_attention
+from ludus.model.images import virtual_ids, with_virtual_ids
+from ludus.model.pictures import decode_picture
 from ludus.training import load_model
 from ludus.training.config.model import ModelConfig
 

@@ -22,9 +22,9 @@ from vision_models import (
 from ludus.chat import Renderer, load_format
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Message
-from ludus.engine import images_of, unwrapped, use_ludus_attention
-from ludus.engine.image_check import check_images
-from ludus.engine.image_features import vision_parameters
+from ludus.model import images_of, unwrapped, use_ludus_attention
+from ludus.model.image_check import check_images
+from ludus.model.image_features import vision_parameters
 from ludus.training import load_model
 from ludus.training.checkpoint import save_model
 from ludus.training.config.model import ModelConfig, ScratchConfig

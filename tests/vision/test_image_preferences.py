@@ -16,7 +16,7 @@ from colours import COLOURS, make_model, screen, tasks
 import ludus
 from ludus.chat import Renderer, load_format
 from ludus.core.messages import Media, Message
-from ludus.engine import use_ludus_attention
+from ludus.model import use_ludus_attention
 from ludus.training import load_model, logprobs_of, rows_of
 from ludus.training.config.model import ModelConfig
 from ludus.training.data.conversations import trajectory_of

@@ -18,8 +18,8 @@ from test_ranks import ALONE, assert_close, assert_same_weights, learner_on, two
 from ludus.chat import Renderer, load_format
 from ludus.core import Group, LudusError, Media, Message, Segment, SegmentKind, StopReason, Task
 from ludus.core.trajectory import TokenSequence, Trajectory
-from ludus.engine import use_ludus_attention
-from ludus.engine.image_features import vision_parameters
+from ludus.model import use_ludus_attention
+from ludus.model.image_features import vision_parameters
 from ludus.training import (
     Critic,
     CriticConfig,

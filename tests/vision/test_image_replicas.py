@@ -22,14 +22,7 @@ from ludus.chat import Renderer, load_format
 from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, Sampling
 from ludus.core.messages import Json, Media, MediaSpan, Message
-from ludus.engine import (
-    EmbeddedEngine,
-    EngineConfig,
-    context_limit,
-    images_of,
-    use_ludus_attention,
-    vocabulary_size,
-)
+from ludus.engine import EmbeddedEngine, EngineConfig
 from ludus.engine.replicas import (
     Canary,
     CanaryError,
@@ -46,6 +39,7 @@ from ludus.engine.replicas.frames import (
 )
 from ludus.engine.replicas.requested import RequestedReplica
 from ludus.engine.replicas.served import ServedEngine
+from ludus.model import context_limit, images_of, use_ludus_attention, vocabulary_size
 from ludus.training import load_model
 from ludus.training.config.model import ModelConfig
 from ludus.training.rollout_engines import PolicyWeights

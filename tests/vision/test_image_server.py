@@ -26,7 +26,7 @@ from ludus.core.pictures import MOST_PIXELS
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
 from ludus.engine import EmbeddedEngine, EngineConfig
-from ludus.engine.pictures import decode_picture
+from ludus.model.pictures import decode_picture
 from ludus.rollouts.message_tree import MessageTree
 from ludus.rollouts.turn_limits import TurnLimits
 from ludus.serve.model import CheckpointService, EpisodeService, EpisodeSession, ModelServer
@@ -147,7 +147,7 @@ async def test_pictures_in_flight_have_a_budget_of_pixels(
 ) -> None:
     watched = Decoding()
     async with served(folder) as (post, _, _):
-        monkeypatch.setattr("ludus.engine.images.decode_picture", watched.decode)
+        monkeypatch.setattr("ludus.model.images.decode_picture", watched.decode)
         bodies = [requests(wide(number))["chat/completions"] for number in range(12)]
         answers = await asyncio.gather(*(post("chat/completions", body) for body in bodies))
         assert [status for status, _ in answers] == [200] * 12
@@ -160,7 +160,7 @@ async def test_pictures_of_clients_that_have_left_are_not_decoded(
 ) -> None:
     watched = Decoding()
     async with served(folder) as (post, _, _):
-        monkeypatch.setattr("ludus.engine.images.decode_picture", watched.decode)
+        monkeypatch.setattr("ludus.model.images.decode_picture", watched.decode)
         bodies = [requests(wide(number))["chat/completions"] for number in range(12)]
         gone = [asyncio.create_task(post("chat/completions", body)) for body in bodies]
         while not watched.begun:  # noqa: ASYNC110 - of threads that know nothing of tests

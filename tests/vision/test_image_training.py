@@ -19,9 +19,10 @@ from ludus.core.generation import Sampling
 from ludus.core.messages import Media, Message
 from ludus.core.task import Task
 from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequence, Trajectory
-from ludus.engine import EmbeddedEngine, EngineConfig, image_features, images_of, use_ludus_attention
-from ludus.engine.image_features import vision_parameters
-from ludus.engine.pictures import decode_picture
+from ludus.engine import EmbeddedEngine, EngineConfig
+from ludus.model import image_features, images_of, use_ludus_attention
+from ludus.model.image_features import vision_parameters
+from ludus.model.pictures import decode_picture
 from ludus.observe import keep_pictures, read_trajectories, with_pictures, write_trajectories
 from ludus.training import (
     Columns,

@@ -31,7 +31,7 @@ from ludus.core.pictures import (
     picture_of_url,
 )
 from ludus.core.task import Task
-from ludus.engine.pictures import check_picture, decode_picture
+from ludus.model.pictures import check_picture, decode_picture
 from ludus.rollouts.row_pictures import undecodable_pictures
 from ludus.rollouts.tasksets import load_tasks
 from ludus.training.data.conversations import read_conversations

@@ -133,8 +133,9 @@ async def _serve(
 ) -> None:
     """Load the model, and serve it until told to stop."""
     from ludus.chat import Renderer, load_format
-    from ludus.engine import EmbeddedEngine, context_limit
-    from ludus.engine.hf_model import device_of
+    from ludus.engine import EmbeddedEngine
+    from ludus.model import context_limit
+    from ludus.model.hf_model import device_of
     from ludus.serve.model import CheckpointService, ModelServer
     from ludus.serve.server import serve_until_told
     from ludus.training.models.loading import check_source, load_model

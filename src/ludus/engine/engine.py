@@ -30,11 +30,11 @@ from ludus.core.tokenizer import Tokenizer
 from ludus.engine.config import EngineConfig, EngineStats
 from ludus.engine.engine_core import EngineCore
 from ludus.engine.engine_thread import AdmissionQueue, EngineThread, ReplyFuture, TokenStream
-from ludus.engine.hf_model import context_limit, sampling_mode, unwrapped, vocabulary_size
-from ludus.engine.images import images_of, with_virtual_ids
 from ludus.engine.kv_cache_size import cache_blocks, max_step_tokens, releases_memory
 from ludus.engine.request import Decode, Marks, Request, StopChecker
-from ludus.engine.self_check import use_ludus_attention
+from ludus.model.hf_model import context_limit, sampling_mode, unwrapped, vocabulary_size
+from ludus.model.images import images_of, with_virtual_ids
+from ludus.model.probes import use_ludus_attention
 
 
 class EmbeddedEngine:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ludus.engine.config import EngineConfig
-from ludus.engine.hf_model import context_limit, device_of, text_config, unwrapped
 from ludus.kernels.device import free_memory
+from ludus.model.hf_model import context_limit, device_of, text_config, unwrapped
 
 # Default size of the KV cache: of the free memory of a GPU, of all memory of a host.
 _SHARE = {"cuda": 0.4, "cpu": 0.125}

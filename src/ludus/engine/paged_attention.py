@@ -15,9 +15,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ludus.engine.attention import AttentionParams, attend, attend_once, positional_mask, split_by_length
 from ludus.kernels import paged_decode, paged_prefill, rotate_and_store
 from ludus.kernels.layers import store_kv
+from ludus.model.attention import AttentionParams, attend, attend_once, positional_mask, split_by_length
 
 if TYPE_CHECKING:
     from ludus.engine.cuda.kv_cache import StaticKVCache

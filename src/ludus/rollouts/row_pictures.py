@@ -11,7 +11,7 @@ from typing import Any
 from ludus.core.failures import ConfigError, MissingExtraError
 from ludus.core.messages import Media, Message
 from ludus.core.pictures import PARTS, PictureError, picture_of_file, picture_of_part, picture_of_url
-from ludus.engine.pictures import check_picture, decode_picture
+from ludus.model.pictures import check_picture, decode_picture
 
 _COLUMN = "images"
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from ludus.chat.tokenizers import HFTokenizer
 from ludus.core.failures import ConfigError, LudusError
 from ludus.core.messages import Json
-from ludus.engine import images_of, use_ludus_attention
-from ludus.engine.image_features import forget_features
+from ludus.model import images_of, use_ludus_attention
+from ludus.model.image_features import forget_features
 from ludus.observe import RunWriter, atomic_directory
 from ludus.rewards import Scorer
 from ludus.training.config.model import ModelConfig

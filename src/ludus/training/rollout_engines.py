@@ -22,19 +22,7 @@ from torch import Tensor, nn
 from ludus.chat.tokenizers import HFTokenizer
 from ludus.core.failures import ConfigError
 from ludus.core.messages import MediaSpan
-from ludus.engine import (
-    EmbeddedEngine,
-    PackedContext,
-    context_limit,
-    embedded,
-    head_logits,
-    hidden_states,
-    images_of,
-    sampling_mode,
-    unwrapped,
-    vocabulary_size,
-)
-from ludus.engine.image_features import forget_features
+from ludus.engine import EmbeddedEngine
 from ludus.engine.remote import VllmEngine
 from ludus.engine.replicas import (
     Canary,
@@ -47,6 +35,18 @@ from ludus.engine.replicas import (
 from ludus.engine.replicas.weight_folders import remove_left_weights
 from ludus.engine.replicas.weight_loading import WEIGHTS
 from ludus.kernels import on_device, token_logprobs
+from ludus.model import (
+    PackedContext,
+    context_limit,
+    embedded,
+    head_logits,
+    hidden_states,
+    images_of,
+    sampling_mode,
+    unwrapped,
+    vocabulary_size,
+)
+from ludus.model.image_features import forget_features
 from ludus.training.config.recipe import Recipe
 from ludus.training.models.gguf import without_progress_bars
 from ludus.training.models.lora import is_adapted

@@ -25,10 +25,11 @@ from ludus.core.random import key, shuffled
 from ludus.core.task import Task
 from ludus.core.tokenizer import Tokenizer
 from ludus.core.trajectory import StopReason, Trajectory
-from ludus.engine import EmbeddedEngine, FakeEngine, use_ludus_attention
+from ludus.engine import EmbeddedEngine, FakeEngine
 from ludus.engine.remote import TranscriptTokenizer
 from ludus.engine.replicas import ReplicatedEngine
 from ludus.envs import EnvPool, EnvTools, PoolConfig, rename_clashes, tools_of
+from ludus.model import use_ludus_attention
 from ludus.observe import diagnose
 from ludus.rewards import Scorer
 from ludus.rollouts.agent import Demonstrator, Expert

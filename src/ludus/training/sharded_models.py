@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from ludus.core.failures import LudusError
-from ludus.engine import decoder_of, images_of, unwrapped
-from ludus.engine.fused_model import disable_fused
-from ludus.engine.images import ImageProcessor, attach_images
+from ludus.model import decoder_of, images_of, unwrapped
+from ludus.model.fused_model import disable_fused
+from ludus.model.images import ImageProcessor, attach_images
 from ludus.training.models.lora import require_peft
 from ludus.training.optim.critic import ValueModel
 from ludus.training.optim.sharding import ShardedModel, current_group, shard

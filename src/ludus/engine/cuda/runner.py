@@ -21,11 +21,11 @@ from ludus.engine.cuda.decode import DecodeStep, RowSampling, RowState
 from ludus.engine.cuda.graphs import StepGraphs
 from ludus.engine.cuda.kv_cache import StaticKVCache
 from ludus.engine.cuda.prefill import PrefillStep, StepParts
-from ludus.engine.hf_model import device_of
-from ludus.engine.image_features import forget_features
 from ludus.engine.model_runner import StepResults, sample_chunks
 from ludus.engine.request import Chunk
 from ludus.kernels.device import on_device
+from ludus.model.hf_model import device_of
+from ludus.model.image_features import forget_features
 
 Ints = npt.NDArray[np.int64]
 

@@ -23,8 +23,8 @@ import numpy as np
 from ludus.core.failures import EngineError
 from ludus.core.messages import MediaSpan
 from ludus.core.random import key, uniforms
-from ludus.engine.images import ImageProcessor
-from ludus.engine.pictures import noise_picture
+from ludus.model.images import ImageProcessor
+from ludus.model.pictures import noise_picture
 
 CANARY_TOKENS = 64
 TOLERANCE = {"float32": 2e-4, "bfloat16": 0.15, "float16": 0.05}

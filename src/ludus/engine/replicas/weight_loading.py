@@ -12,8 +12,8 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from ludus.core.failures import EngineError
-from ludus.engine.hf_model import auto_class
-from ludus.engine.images import ImageProcessor, attach_images
+from ludus.model.hf_model import auto_class
+from ludus.model.images import ImageProcessor, attach_images
 
 WEIGHTS = "model.safetensors"
 _DTYPES = {

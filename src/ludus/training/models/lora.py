@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ludus.core.failures import ConfigError, MissingExtraError
-from ludus.engine import decoder_of, unwrapped
+from ludus.model import decoder_of, unwrapped
 from ludus.training.config.model import LoraConfig
 from ludus.training.models.adapter_folder import (
     WEIGHTS,

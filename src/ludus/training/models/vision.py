@@ -10,10 +10,10 @@ from torch import nn
 from ludus.chat.tokenizers import HFTokenizer
 from ludus.core.failures import ConfigError, MissingExtraError
 from ludus.core.pictures import PictureError
-from ludus.engine.hf_model import unwrapped, vocabulary_size
-from ludus.engine.image_check import check_images, check_positions
-from ludus.engine.image_features import forget_features, vision_parameters
-from ludus.engine.images import ImageProcessor, attach_images
+from ludus.model.hf_model import unwrapped, vocabulary_size
+from ludus.model.image_check import check_images, check_positions
+from ludus.model.image_features import forget_features, vision_parameters
+from ludus.model.images import ImageProcessor, attach_images
 
 log = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from ludus.algos import by_token, value_loss
 from ludus.core.failures import LudusError
-from ludus.engine import decoder_of, images_of, sampling_mode
-from ludus.engine.image_features import PlacedFeatures, placed_features
+from ludus.model import decoder_of, images_of, sampling_mode
+from ludus.model.image_features import PlacedFeatures, placed_features
 from ludus.training.config.rl import CriticConfig
 from ludus.training.data.micro_batches import MicroBatchSplitter
 from ludus.training.data.packing import PackedRows, Row, pack_rows, row_mask, take_rows, to_device

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ludus.core.messages import MediaSpan
-from ludus.engine import ForestContext, PackedContext, can_share_prefixes, hidden_states
-from ludus.engine.image_features import PlacedFeatures, placed_features, with_features
 from ludus.kernels import arrays_to_device
+from ludus.model import ForestContext, PackedContext, can_share_prefixes, hidden_states
+from ludus.model.image_features import PlacedFeatures, placed_features, with_features
 from ludus.training.data.packing import Pack, PackedRows, to_device
 from ludus.training.optim.sharding import group_of
 

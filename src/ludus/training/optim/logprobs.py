@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ludus.engine import head_logits, plain_head, sampling_mode, vocabulary_size
 from ludus.kernels import (
     free_memory,
     kept_gradient,
@@ -26,6 +25,7 @@ from ludus.kernels import (
     summarise_logits,
     token_logprobs,
 )
+from ludus.model import head_logits, plain_head, sampling_mode, vocabulary_size
 from ludus.training.data.micro_batches import MicroBatchSplitter
 from ludus.training.data.packing import Pack, PackedRows, Row, pack_rows, take_rows, to_device
 from ludus.training.optim.forward import ForwardInputs, packed_states, shares_prefixes

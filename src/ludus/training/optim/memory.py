@@ -16,7 +16,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ludus.engine import (
+from ludus.kernels import free_memory
+from ludus.model import (
     PackedContext,
     checkpointable_layers,
     checkpointed_layers,
@@ -26,7 +27,6 @@ from ludus.engine import (
     set_activation_checkpointing,
     unwrapped,
 )
-from ludus.kernels import free_memory
 from ludus.training.optim.logprobs import chunk_bytes, kept_bytes
 from ludus.training.optim.sharding import ShardedModel, compute, group_of, local
 

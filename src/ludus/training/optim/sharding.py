@@ -23,8 +23,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ludus.core.failures import LudusError
-from ludus.engine import unwrapped
-from ludus.engine.image_features import forget_features
+from ludus.model import unwrapped
+from ludus.model.image_features import forget_features
 from ludus.training.data.micro_batches import MicroBatch, Round, is_out_of_memory, rounds_of
 from ludus.training.data.row_digest import digest_of
 

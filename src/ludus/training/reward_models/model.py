@@ -24,8 +24,8 @@ from ludus.chat.renderer import Renderer
 from ludus.chat.tokenizers import HFTokenizer
 from ludus.core.config import Config
 from ludus.core.failures import ConfigError, not_there
-from ludus.engine import context_limit, decoder_of, sampling_mode, use_ludus_attention
-from ludus.engine.image_features import placed_features
+from ludus.model import context_limit, decoder_of, sampling_mode, use_ludus_attention
+from ludus.model.image_features import placed_features
 from ludus.observe import atomic_directory
 from ludus.training.checkpoint import save_model
 from ludus.training.config.model import ModelConfig

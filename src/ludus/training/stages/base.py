@@ -15,7 +15,7 @@ from ludus.core.failures import ConfigError, LudusError, most_frequent_failure
 from ludus.core.messages import Json
 from ludus.core.random import key
 from ludus.core.trajectory import Group, Trajectory
-from ludus.engine import context_limit, vocabulary_size
+from ludus.model import context_limit, vocabulary_size
 from ludus.training.config.parts import Parts
 from ludus.training.config.recipe import Recipe
 from ludus.training.config.stages import (

@@ -26,7 +26,7 @@ from ludus.algos import by_token
 from ludus.chat.tokenizers import HFTokenizer
 from ludus.core.failures import ConfigError
 from ludus.core.trajectory import Trajectory, is_lost
-from ludus.engine import use_ludus_attention
+from ludus.model import use_ludus_attention
 from ludus.observe import rollout_metrics
 from ludus.training.checkpoint import load_learner, save_learner
 from ludus.training.config.model import ModelConfig

@@ -38,7 +38,7 @@ from torch.nn.functional import logsigmoid
 from ludus.core.failures import ConfigError
 from ludus.core.random import key
 from ludus.core.trajectory import Group, Segment, SegmentKind, TokenSequence, Trajectory
-from ludus.engine import context_limit
+from ludus.model import context_limit
 from ludus.observe import rollout_metrics
 from ludus.training.checkpoint import load_learner, load_reference_model, save_learner
 from ludus.training.config.parts import Parts, errors_at

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Media, MediaSpan
-from ludus.engine.hf_model import decoder_of, device_of, sampling_mode, text_config, unwrapped
-from ludus.engine.image_features import embedded
-from ludus.engine.images import ImageProcessor, images_of
-from ludus.engine.model_runner import head_logits
-from ludus.engine.pictures import decode_picture, noise_picture
-from ludus.engine.self_check import agree
+from ludus.model.forward import head_logits
+from ludus.model.hf_model import decoder_of, device_of, sampling_mode, text_config, unwrapped
+from ludus.model.image_features import embedded
+from ludus.model.images import ImageProcessor, images_of
+from ludus.model.pictures import decode_picture, noise_picture
+from ludus.model.probes import agree
 
 FAMILIES = "LLaVA, LLaVA-NeXT, LLaVA-OneVision, Idefics3, SmolVLM, InternVL"
 _INSTEAD = f'use a model such as {FAMILIES}, or set model.vision = "off" to train it on text alone'

@@ -27,8 +27,8 @@ from ludus.core.failures import ConfigError, LudusError, MissingExtraError
 from ludus.core.lru import LruCache
 from ludus.core.messages import Media, MediaSpan
 from ludus.core.pictures import MOST_PIXELS, PictureError
-from ludus.engine.hf_model import unwrapped
-from ludus.engine.pictures import PixelBudget, decode_picture, pixel_count
+from ludus.model.hf_model import unwrapped
+from ludus.model.pictures import PixelBudget, decode_picture, pixel_count
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -22,9 +22,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from ludus.engine.attention import AttentionParams, attend, positional_mask, split_by_length
-from ludus.engine.hf_model import decoder_of, device_of
-from ludus.engine.packed_attention import (
+from ludus.model.attention import AttentionParams, attend, positional_mask, split_by_length
+from ludus.model.hf_model import decoder_of, device_of
+from ludus.model.packed_attention import (
     Ints,
     Kernel,
     PackedContext,

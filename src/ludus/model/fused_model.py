@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from ludus.engine.attention import AttentionContext, AttentionParams
-from ludus.engine.fused_linear import (
+from ludus.kernels import add_rms_norm, rms_norm, rotate, silu_mul, unavailable
+from ludus.model.attention import AttentionContext, AttentionParams
+from ludus.model.fused_linear import (
     can_stack,
     parameter_grads,
     stacked_linear,
     stacked_matrix,
     stacked_parameters,
 )
-from ludus.kernels import add_rms_norm, rms_norm, rotate, silu_mul, unavailable
 
 FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 """Model types (as a Hugging Face configuration names them) whose layers are computed alike."""

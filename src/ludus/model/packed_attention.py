@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ludus.engine.attention import AttentionParams, attend, causal_mask, split_by_length
 from ludus.kernels.device import arrays_to_device
+from ludus.model.attention import AttentionParams, attend, causal_mask, split_by_length
 
 log = logging.getLogger(__name__)
 

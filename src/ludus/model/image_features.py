@@ -21,8 +21,8 @@ from ludus.core.failures import ConfigError, LudusError
 from ludus.core.lru import LruCache
 from ludus.core.messages import MediaSpan
 from ludus.core.pictures import PictureError
-from ludus.engine.hf_model import decoder_of, device_of, unwrapped
-from ludus.engine.images import EncodedImage, ImageProcessor, images_of, seeing
+from ludus.model.hf_model import decoder_of, device_of, unwrapped
+from ludus.model.images import EncodedImage, ImageProcessor, images_of, seeing
 
 FEATURE_BYTES = 1 << 28
 """What the features that are kept for a model may take together."""
