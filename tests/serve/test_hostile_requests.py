@@ -240,7 +240,7 @@ async def real_server() -> AsyncIterator[tuple[str, EmbeddedEngine]]:
 
 
 HOSTILE = [
-    *({"top_k": value} for value in (2**63, 2**31, 10**400)),
+    *({"top_k": value} for value in (2**63, 2**31, 10**400, -5)),
     *({"temperature": value} for value in (10**400, 1e300, 1e-320, 5e-324)),
     *({"repetition_penalty": value} for value in (10**400, 1e300, 1e-320)),
     *({"max_tokens": value} for value in (10**400, 2**63)),

@@ -422,7 +422,8 @@ async def test_rewards_by_call_and_by_header() -> None:
         status, _ = await served.post({"reward": 0.5, "completion": first["id"]}, "reward")
         assert status == 200
         assert (await served.post({"reward": 1, "completion": "chatcmpl-no"}, "reward"))[0] == 404
-        assert (await served.post({"reward": float("inf")}, "reward"))[0] == 400
+        for wrong in ({"reward": float("inf")}, {"reward": "1"}, {}):
+            assert (await served.post(wrong, "reward"))[0] == 400
         assert (await served.post(chat(user("new")), x_ludus_reward="1"))[0] == 400
         assert served.session.answer == "two"
         await served.service.end(served.session)

@@ -477,6 +477,19 @@ def test_a_run_whose_expert_broke_keeps_its_log(tmp_path: Path) -> None:
     assert "no idea" in RunFolder(tmp_path / "run").log_path.read_text()
 
 
+def test_the_most_frequent_failure_of_an_expert_is_named(tmp_path: Path) -> None:
+    given = tasks(4)
+
+    def broken(task: ludus.Task) -> Any:
+        raise ValueError("seldom" if task.id == given[0].id else "often")
+
+    tables = settings(
+        tmp_path / "run", model=str(trained(tmp_path)), warm_start={"steps": 4, "batch": 1}
+    )
+    with pytest.raises(LudusError, match=r"most often \(3 times\): .*often.* 4 of 4 tasks failed"):
+        ludus.train(**tables, **{**code(), "tasks": given}, demonstrations=broken)
+
+
 def test_an_expert_may_fail_on_some_tasks(tmp_path: Path) -> None:
     """Half of them, like the episodes of RL; what failed is no demonstration, and is told of."""
 

@@ -360,6 +360,7 @@ def test_pairs_of_equals_are_told_of(tmp_path: Path, capsys: pytest.CaptureFixtu
     file.write_text(json.dumps(equal))
     with pytest.raises(ConfigError, match="in every pair both sides say the same"):
         run(tmp_path / "nothing", given, tasks=None, held_out=None, rewards=None)
+    assert not (tmp_path / "nothing").exists(), "told before a folder is made"
 
 
 @pytest.mark.parametrize("restart", [False, True])

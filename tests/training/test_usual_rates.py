@@ -47,6 +47,23 @@ def test_imitation_of_a_pretrained_model_is_gentle() -> None:
     assert all(rate is not None and rate >= 1e-4 for rate in rates(SCRATCH, *EVERY))
 
 
+def test_a_checkpoint_of_a_model_made_from_scratch_is_no_pretrained_model(tmp_path: Path) -> None:
+    """A run that goes on from one needs the rates of the first: 1e-6 would teach it nothing."""
+    for name, model in {
+        "first": SCRATCH,
+        "second": {"name": str(tmp_path / "first/checkpoints/step-1")},
+    }.items():
+        (tmp_path / name / "checkpoints" / "step-1").mkdir(parents=True)
+        (tmp_path / name / "recipe.json").write_text(json.dumps({"model": model}))
+    for name in ("first/checkpoints/step-1", "second/checkpoints/step-1", "second"):
+        assert rates({"name": str(tmp_path / name)}, *EVERY) == rates(SCRATCH, *EVERY)
+    assert rates({"name": str(tmp_path / "second"), "lora": {}}, *EVERY) == rates(LORA, *EVERY)
+    (tmp_path / "second" / "recipe.json").write_text(json.dumps({"model": FULL}))
+    assert rates({"name": str(tmp_path / "second")}, *EVERY) == rates(FULL, *EVERY)
+    (tmp_path / "second" / "recipe.json").write_text("[]")
+    assert rates({"name": str(tmp_path / "second")}, *EVERY) == rates(FULL, *EVERY)
+
+
 def test_a_written_rate_always_wins() -> None:
     stages = [{**one, "optimizer": {"learning_rate": 0.125}} for one in EVERY]
     for model in (SCRATCH, FULL, LORA):

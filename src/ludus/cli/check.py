@@ -233,7 +233,9 @@ async def _scores(recipe: Recipe, parts: Parts) -> Findings:
             played = await play_expert(rollout, expert, tasks, recipe.seed)
         won = sum(is_success(trajectory) for trajectory in played)
         text = f"the expert, given all the turns it needs, succeeds on {won} of {len(tasks)} tasks"
-        if won == len(tasks):
+        if lost := len(tasks) - len(played):
+            text += f" ({lost} failed, and would be left out)"
+        if won == len(played):
             return [("info", text)]
         if won and any(stage.needs_rewards for stage in recipe.stages):  # as in recipes/tickets.toml
             return [("info", f"{text}; the others are imitated too, for RL to do better")]

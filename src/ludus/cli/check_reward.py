@@ -18,12 +18,13 @@ from ludus.rewards import TurnReward, build_reward
 from ludus.rewards.code_tests import UnitTests
 from ludus.rewards.code_tests.weak_tests import find_weak_tests
 from ludus.rewards.judges.agreement import measure_agreement, read_labels
+from ludus.rewards.registry import REWARDS
 from ludus.rewards.scorer import rewards_by_name
 from ludus.rollouts.tasksets import load_tasks
 from ludus.sandbox import close_shared_sandboxes
 from ludus.training.config.parts import errors_at, load_parts, task_set_specs
 from ludus.training.config.paths import beside
-from ludus.training.config.recipe_files import load_recipe
+from ludus.training.config.recipe_files import load_recipe, packaged_recipes
 
 Findings = list[tuple[str, str]]
 SAMPLE = 16
@@ -35,8 +36,9 @@ def reward_findings(
 ) -> Findings:
     """How each reward that is named, or that a file's `rewards` has, agrees with labels; and which of the tests
     that unit tests score by pass with solutions that solve nothing."""
-    is_file = reward.endswith(".toml")
-    table = beside(read_toml(reward), reward) if is_file else {"rewards": [reward]}
+    own = {} if reward in REWARDS else packaged_recipes()
+    file = reward if reward.endswith(".toml") else own.get(reward)
+    table = beside(read_toml(file), file) if file else {"rewards": [reward]}
     specs = table.get("rewards", ())
     if not specs:
         raise ConfigError(f"{reward} has no rewards")
@@ -46,7 +48,7 @@ def reward_findings(
     if tasks is not None:
         sets = [(built, load_tasks(tasks))]
     elif labels is None and "tasks" in table:
-        recipe = load_recipe(Path(reward), [])
+        recipe = load_recipe(Path(file or reward), [])
         plans = task_set_specs(recipe, load_parts(recipe))
         sets = [(plan.parts.rewards, plan.parts.tasks) for plan in plans]
     pairs = [(one, given) for rewards, given in sets for one in _unit_tests(rewards) if given]

@@ -15,10 +15,8 @@ from __future__ import annotations
 import hmac
 import os
 import secrets
-import shutil
 import socket
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -32,6 +30,7 @@ from torch._C._distributed_c10d import FileStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from ludus.core.failures import ConfigError, LudusError
+from ludus.core.processes import ScratchFolder
 
 KEY, STORE = "LUDUS_RANKS_KEY", "LUDUS_RANKS_STORE"
 """Environment variables: the key, in hexadecimal digits, and the file at which ranks of one machine meet."""
@@ -52,7 +51,7 @@ class StrangerError(LudusError):
 class SignedStore:
     """A store whose values are signed: what was written without the key is an error for whoever reads it."""
 
-    def __init__(self, inner: Store, key: bytes, folder: Path | None = None) -> None:
+    def __init__(self, inner: Store, key: bytes, folder: ScratchFolder | None = None) -> None:
         """`folder` is removed in the end."""
         self.inner, self._key, self._folder = inner, key, folder
 
@@ -111,7 +110,7 @@ class SignedStore:
 
     def close(self) -> None:
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
 
 
 def _exchange(group: Any, sent: dict[int, bytes]) -> dict[int, bytes]:
@@ -131,9 +130,9 @@ def _exchange(group: Any, sent: dict[int, bytes]) -> dict[int, bytes]:
 
 def open_private_store() -> tuple[SignedStore, dict[str, str]]:
     """A store for the ranks of this machine, and the environment variables by which they find it."""
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))  # for this user alone
+    folder = ScratchFolder(_PREFIX)  # for this user alone
     key = secrets.token_bytes(_SIGNATURE)
-    path = folder / "store"
+    path = folder.path / "store"
     store = SignedStore(FileStore(str(path), -1), key, folder)
     found = {KEY: key.hex(), STORE: str(path)}
     return store, found | ({_INTERFACE: LOOPBACK} if _IS_LINUX else {})
@@ -163,7 +162,7 @@ def join_store() -> tuple[SignedStore, int, int]:
     told = os.environ.pop(KEY, None)  # what this process starts has no use for it
     path = os.environ.pop(STORE, None)
     if path is not None and told is not None:
-        return SignedStore(FileStore(path, -1), _parsed(told), Path(path).parent), rank, size
+        return SignedStore(FileStore(path, -1), _parsed(told)), rank, size
     store, _, _ = next(iter(rendezvous("env://")))
     if told is not None:
         return SignedStore(store, _parsed(told)), rank, size
@@ -188,9 +187,9 @@ def _parsed(told: str) -> bytes:
 
 
 def _with_key_file(store: Store) -> SignedStore:
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    folder = ScratchFolder(_PREFIX)
     key = secrets.token_bytes(_SIGNATURE)
-    path = folder / "key"
+    path = folder.path / "key"
     path.touch(mode=0o600)
     path.write_bytes(key)
     store.set(_KEY_FILE, str(path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
@@ -405,8 +406,10 @@ async def play_expert(
     played.sort(key=lambda trajectory: order[trajectory.task.id])
     failed = {t.task.id: reason for t in played if (reason := _no_demonstration(t)) is not None}
     if failed:
-        task, reason = next(iter(failed.items()))
-        told = f"the expert failed on task {task!r}: {reason}"
+        reason, times = Counter(failed.values()).most_common(1)[0]
+        task = next(task for task, why in failed.items() if why == reason)
+        often = "" if times == len(failed) else f", most often ({times} times)"
+        told = f"the expert failed on task {task!r}{often}: {reason}"
         share = f"{len(failed)} of {len(played)} tasks"
         if len(failed) / len(played) > max_failures:
             # of code, not of settings: the run's log says where it was

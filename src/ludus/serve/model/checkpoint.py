@@ -126,8 +126,8 @@ class CheckpointService:
             raise bad(f"'n' may be {MOST_REPLIES} at most", "n")
         fields = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         chosen: dict[str, Any] = {name: asked[name] for name in fields if name in asked}
-        if "top_k" in chosen:
-            chosen["top_k"] = max(0, chosen["top_k"])  # -1 is all of them, for vLLM's clients
+        if chosen.get("top_k") == -1:
+            chosen["top_k"] = 0  # all of them, for vLLM's clients
         try:
             return replace(
                 self._sampling,

@@ -222,7 +222,7 @@ class EpisodeSession:
         if asked.get("logit_bias"):
             raise bad("'logit_bias' draws from another distribution than the trained one", "logit_bias")
         for name, off in _OFF.items():
-            if name in asked and asked[name] != off and not (name == "top_k" and asked[name] < 0):
+            if name in asked and asked[name] != off and not (name == "top_k" and asked[name] == -1):
                 raise bad(
                     f"'{name}' = {asked[name]} draws from another distribution than the one that is trained, "
                     "which makes importance ratios wrong: leave it out",
@@ -281,6 +281,8 @@ class EpisodeSession:
             raise bad("'answer' must be a text", "answer")
         self.answer = answer if answer is not None else self.answer
         if body.get("reward") is None:
+            if answer is None:
+                raise bad("the body has neither 'reward' nor 'answer'", "reward")
             return
         self._check_takes_rewards()
         value, completion = reward_number(body["reward"], "reward"), body.get("completion")

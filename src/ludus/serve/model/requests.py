@@ -201,7 +201,7 @@ def stream_options(body: Mapping[str, Any], *names: str) -> dict[str, bool]:
 def stops_field(value: Any, name: str) -> tuple[str, ...]:
     found = [value] if isinstance(value, str) else value or []
     if not isinstance(found, list) or not all(isinstance(one, str) and one for one in found):
-        raise bad(f"'{name}' must be a text or a list of texts", name)
+        raise bad(f"'{name}' must be a text or a list of texts, none of them empty", name)
     if len(found) > MOST_STOPS:
         raise bad(f"'{name}' may have {MOST_STOPS} texts at most", name)
     return tuple(found)

@@ -364,16 +364,16 @@ def _json(data: bytearray) -> Json:
 
 def _reward_header(request: web.Request) -> float | None:
     text = request.headers.get(REWARD_HEADER)
-    return None if text is None else reward_number(text, REWARD_HEADER)
+    return None if text is None else reward_number(text, REWARD_HEADER, is_text=True)
 
 
-def reward_number(value: Any, name: str) -> float:
-    """A reward that a client sent."""
+def reward_number(value: Any, name: str, *, is_text: bool = False) -> float:
+    """A reward that a client sent, as a number of JSON or in a header's text."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if isinstance(value, bool) or not abs(number) <= MOST_REWARD:
+    if isinstance(value, bool) or isinstance(value, str) != is_text or not abs(number) <= MOST_REWARD:
         bounds = f"between {-MOST_REWARD:,.0f} and {MOST_REWARD:,.0f}"
         raise bad(f"{name} must be a number {bounds}, not {_shown(value)}", name)
     return number

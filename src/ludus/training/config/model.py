@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from ludus.core.config import Config, Place
+from ludus.observe.files import read_regular
 
 
 class ScratchConfig(Config):
@@ -72,6 +75,11 @@ class ModelConfig(Config):
     device: str = "auto"
     """Where it runs: auto, cpu, cuda, cuda:1, ..."""
 
+    @property
+    def is_from_scratch(self) -> bool:
+        """Whether it is made from scratch, or was in the run whose checkpoint it is."""
+        return self.scratch is not None or (self.name is not None and _began_from_scratch(self.name))
+
     @model_validator(mode="after")
     def _one_of(self) -> ModelConfig:
         if (self.name is None) == (self.scratch is None):
@@ -90,3 +98,16 @@ class ModelConfig(Config):
                 "of them as they are: leave out one of the two"
             )
         return self
+
+
+def _began_from_scratch(name: str, runs: int = 8) -> bool:
+    """Whether a folder is a checkpoint of a run that made its model, or began with such a checkpoint."""
+    folder = Path(name)
+    for run in (folder, folder.parent.parent) if runs else ():
+        try:
+            model = json.loads(read_regular(run / "recipe.json"))["model"]
+            made, before = model.get("scratch"), model.get("name")
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            continue
+        return made is not None or (isinstance(before, str) and _began_from_scratch(before, runs - 1))
+    return False

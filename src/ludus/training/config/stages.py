@@ -20,16 +20,16 @@ class UsualRates:
     """The learning rates of a way of learning, where a recipe has none: by what is trained."""
 
     scratch: float
-    """All weights of a model made from scratch."""
+    """All weights of a model made from scratch, by this run or by one before it."""
     full: float
     """All weights of a pretrained model."""
     lora: float
     """An adapter."""
 
     def of(self, model: ModelConfig) -> float:
-        if model.scratch is not None:
-            return self.scratch
-        return self.full if model.lora is None else self.lora
+        if model.lora is not None:
+            return self.lora
+        return self.scratch if model.is_from_scratch else self.full
 
 
 class OptimizerConfig(Config):

@@ -59,10 +59,12 @@ def rate_notes(recipe: Recipe) -> list[str]:
 
 def _note(where: str, rate: float, usual: UsualRates, recipe: Recipe) -> str:
     model = recipe.model
-    if model.scratch is not None:
-        what = "a model made from scratch"
+    if model.lora is not None:
+        what = "an adapter (LoRA)"
     else:
-        what = "all weights of a pretrained model" if model.lora is None else "an adapter (LoRA)"
+        what = (
+            "a model made from scratch" if model.is_from_scratch else "all weights of a pretrained model"
+        )
     expected = usual.of(model)
     than = f"usual for {what}" if rate == expected else f"as written; usual for {what}: {expected:g}"
     return f"learning rate of {where}: {rate:g} ({than})"

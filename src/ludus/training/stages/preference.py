@@ -385,12 +385,17 @@ class PreferenceStage(Stage[PreferenceConfig]):
             self._found_any = state["found_any"]
 
 
+_ALL_EQUAL = "{source}: in every pair both sides say the same, so there is nothing to learn"
+
+
 def read_preferences(config: PreferenceConfig) -> Sequence[tuple[Any, Any]]:
     """Conversations of the given data: chosen and rejected ones, or for KTO one and its label."""
     read = read_labelled if config.loss == "kto" else read_pairs
     rows: Sequence[tuple[Any, Any]] = read(config.pairs or "", config.columns)
     if not rows:
         raise ConfigError(f"{config.pairs} has no pairs to learn from")
+    if config.loss != "kto" and all(list(first) == list(second) for first, second in rows):
+        raise ConfigError(_ALL_EQUAL.format(source=config.pairs))
     return rows
 
 
@@ -413,7 +418,5 @@ async def load_preferences(context: RunContext, config: PreferenceConfig) -> Seq
     for side, what in sides.items() if config.loss != "kto" else [("trajectory", "answer")]:
         check_readable([getattr(one, side) for one in found], context.model, what)
     if all(isinstance(one, Pair) and has_equal_sides(one) for one in found):
-        raise ConfigError(
-            f"{source}: in every pair both sides say the same, so there is nothing to learn"
-        )
+        raise ConfigError(_ALL_EQUAL.format(source=source))
     return found
