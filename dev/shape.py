@@ -1,8 +1,9 @@
 """Prints the shape of the source tree: `make shape`. Numbers to look at, not limits to meet.
 
 Walks are counted by running tiny ones on the CPU (`walks.py`); `-v` lists their files. `--weights` also
-trains the quickstart's recipe (seed 0, one thread) and prints a hash of its weights, and of the weights that a
-replay of the recorded groups gives. Hashes depend on the processor: compare them on one machine.
+trains the quickstart's recipe and prints a hash of its weights, and of the weights that a replay of its groups
+gives: one thread and one episode at a time, because what is batched together changes last bits, and a
+short RL. Hashes depend on the processor: compare them on one machine.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def weights() -> list[tuple[str, str]]:
     from ludus.training.config.recipe_files import load_recipe
 
     with tempfile.TemporaryDirectory() as folder:
-        settings = ["threads=1", "run.trajectories_every=1", f"run.folder={folder + '/run'!r}"]
+        settings = ["threads=1", "max_in_flight=1", "rl.steps=4", "rl.tasks=8", "evaluation.tasks=8"]
+        settings += ["run.trajectories_every=1", f"run.folder={folder + '/run'!r}"]
         recipe = load_recipe(ROOT / "recipes" / "safe.toml", settings)
         trained = ludus.train(recipe, progress=False)
         replayed = ludus.train(
