@@ -349,6 +349,11 @@ def test_conversations_in_the_forms_that_people_have(
     ("row", "problem"),
     [
         ({"text": "2+3?"}, "there is no 'messages'; it has: text"),
+        ({"prompt": "2+3?"}, "there is no 'completion'; it has: prompt"),
+        (
+            {"prompt": "?", "completion": "5", "messages": [SAID["rejected"]]},
+            "it has 'messages', and 'prompt'",
+        ),
         (
             {"conversations": [{"from": "robot", "value": "?"}]},
             "shown.jsonl, line 1, .*role must be .*tool .*human, gpt, .*not 'robot'",

@@ -21,8 +21,8 @@ class Budgets(Config):
     max_calls: int = Field(default=16, ge=1)
     """Tool calls in one action; those beyond are refused with an observation."""
     max_seconds: float = Field(default=600.0, gt=0)
-    """Seconds of wall time, without waits for an environment, the engine or a tool. An episode over it is an
-    infrastructure failure, not the model's fault."""
+    """Seconds of wall time; time in queues (for an environment, the engine, a tool's place) is left out, the
+    run of a tool is not. An episode over it is an infrastructure failure, not the model's fault."""
     remind: bool = False
     """Whether each observation ends with how many turns are left."""
 

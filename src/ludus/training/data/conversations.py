@@ -175,8 +175,13 @@ def answers(conversation: Conversation) -> list[Message]:
 
 
 def _conversation(row: Mapping[str, Any]) -> list[Message]:
-    if "prompt" in row and "completion" in row:
-        return _after(row["prompt"], row["completion"])
+    whole = next((name for name in ("messages", "conversations") if row.get(name) is not None), None)
+    if "prompt" in row and whole is None:
+        return _after(row["prompt"], _field(row, "completion"))
+    if "prompt" in row and row.get("completion") is not None:
+        raise ValueError(
+            f"it has {whole!r}, and 'prompt' with 'completion': leave out one of the two (columns = {{ ... }})"
+        )
     messages = _messages(row["conversations"] if "conversations" in row else _field(row, "messages"))
     system = row.get("system")  # some files of ShareGPT's kind have it in a column of its own
     has_own = isinstance(system, str) and system and messages[:1] and messages[0].role != "system"
