@@ -1,4 +1,4 @@
-"""A limit on the seconds of an episode that leaves out those in which it waits in a queue of ours.
+"""A time limit for one episode; seconds spent in a Ludus queue do not count.
 
 Whoever makes an episode wait for a place (a pool, the engine, a tool's limit, a server's queue) says so::
 
@@ -109,7 +109,7 @@ async def time_limit(seconds: float) -> AsyncIterator[asyncio.Timeout]:
 
 @contextmanager
 def queueing() -> Iterator[Wait]:
-    """A wait in a queue of ours."""
+    """Mark a wait in a Ludus queue: the episode's time limit stands still."""
     wait = Wait(_current.get())
     try:
         yield wait

@@ -241,7 +241,7 @@ class Trajectory:
 
     @property
     def asked(self) -> list[Message]:
-        """The messages before the model's first: the task's, whoever speaks in them, as the episode began."""
+        """The prompt: the task's messages, of any role, up to the model's first action."""
         given = self.task.messages
         begins = [m.role for m in self.messages[: len(given)]] == [m.role for m in given]
         start = len(given) if begins else 0  # environments may have added to the text of the last one

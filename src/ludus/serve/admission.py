@@ -345,7 +345,7 @@ class WorkBudget:
             raise
         work = asyncio.create_task(self._threads.run(function, *args))
         work.add_done_callback(lambda _: self._release(size))
-        work.add_done_callback(lambda done: done.cancelled() or done.exception())  # perhaps nobody asks
+        work.add_done_callback(lambda done: done.cancelled() or done.exception())  # marks it as seen
         return await asyncio.shield(work)
 
     def _serve(self) -> None:

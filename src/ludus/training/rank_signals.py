@@ -35,7 +35,7 @@ class StopWatch:
         """The signal, once there was one."""
         self._write = -1
         if threading.current_thread() is not threading.main_thread():
-            return  # whoever trains in another thread has the main one free for signals
+            return  # the main thread is free to handle signals then
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)

@@ -4,7 +4,7 @@ The ranks of a run share a key, which they get through their environment (`LUDUS
 key-value store. On one machine that is a file in a folder of the user's own, so that no other user can read or
 write it. On several machines it is a `TCPStore` at the address that the machines call rank 0 by, and under
 torchrun it is torchrun's own; these have no password, so nothing in a store counts without the key's signature.
-Calls are signed as well, because they travel over gloo, which asks nobody who it is: after the ranks have
+Calls are signed as well, because they travel over gloo, which does not authenticate: after the ranks have
 connected, each proves to each that it has the key (`prove_membership`).
 
 What the key cannot do: tensors between ranks are neither signed nor encrypted.
@@ -49,7 +49,7 @@ class StrangerError(LudusError):
 
 
 class SignedStore:
-    """A store whose values are signed: what was written without the key is an error for whoever reads it."""
+    """A store with signed values: reading a value that was written without the key is an error."""
 
     def __init__(self, inner: Store, key: bytes, folder: ScratchFolder | None = None) -> None:
         """`folder` is removed in the end."""
@@ -139,7 +139,7 @@ def open_private_store() -> tuple[SignedStore, dict[str, str]]:
 
 
 def open_network_store(address: str) -> tuple[SignedStore, dict[str, str]]:
-    """The same for ranks on other machines, which call this one by an address; it listens there alone."""
+    """A TCP store for ranks on other machines; it listens on this address only."""
     key = secrets.token_bytes(_SIGNATURE)
     family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
     try:

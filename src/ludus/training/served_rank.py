@@ -81,7 +81,7 @@ def _perform(
             group.tell(error)
         except PeerFailed:
             group.reset()
-        except RuntimeError:  # a lost connection: nobody is left to work with
+        except RuntimeError:  # a lost connection: rank 0 is gone
             _end(f"a trainer rank ended: {text}")
 
 

@@ -28,7 +28,7 @@ class ViewerConfig:
     port: int = 0
     """0 is any free port."""
     token: str | None = None
-    """Asked of everybody; one is made up where other machines can reach the address, or tools can be called."""
+    """Required from every client; generated where other machines reach the address, or tools can be called."""
     play: tuple[Recipe, Parts] | None = None
     sync_seconds: float = 1.5
     """How often to look for new episodes."""

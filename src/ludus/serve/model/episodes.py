@@ -131,7 +131,7 @@ class EpisodeSession:
             raise ApiError(
                 403,
                 "this key is of another program: the command of an episode and its child processes may use its "
-                'key; agent.program.clients = "any" lets everybody who has it, such as containers',
+                'key; agent.program.clients = "any" lets any process that has it, such as a container',
                 code="invalid_api_key",
             )
         self._clients.add(transport)

@@ -61,7 +61,7 @@ def _holds(pid: int, socket: str) -> bool:
 
 
 def _family(program: int) -> Iterator[int]:
-    """The program, its children and theirs; then all others of its session, which costs a look at everybody."""
+    """The program and its descendants; then the rest of its session, which needs a scan of all processes."""
     pending = [program]
     while pending:
         pid = pending.pop()

@@ -274,7 +274,7 @@ def refuse_pictures(request: ModelRequest, images: ImageTokens | None) -> None:
 
 
 async def check_pictures(request: ModelRequest, images: ImageTokens | None, pixels: WorkBudget) -> None:
-    """The same, and decode the pictures, in a thread; one that cannot be read is the client's mistake.
+    """Render, and decode the images in a thread; an unreadable image is the client's error.
 
     Pictures of all requests together have so many pixels as the budget says while they are decoded.
     """

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class PromptedConversation(list[Message]):
-    """A conversation with a beginning that is read and not learned, whoever speaks in it."""
+    """A conversation whose prompt is context only: its messages, of any role, are not trained on."""
 
     def __init__(self, messages: Iterable[Message], prompt: int = 0, shared: int = 0) -> None:
         super().__init__(messages)
