@@ -30,9 +30,9 @@ from typing import Any
 
 from ludus.chat import Renderer, load_format
 from ludus.core import ByteTokenizer, Completion, FinishReason, Message, Sampling, Task, Trajectory
-from ludus.core.concurrency import frozen_gc
 from ludus.core.generation import OnTokens
 from ludus.core.messages import ToolSpec
+from ludus.remote.threads import frozen_gc
 from ludus.rollouts.message_tree import MessageTree
 from ludus.rollouts.turn_limits import TurnLimits
 from ludus.serve.model import CheckpointService, EpisodeService, EpisodeSession, ModelServer

@@ -30,9 +30,9 @@ from typing import Any
 
 from ludus.chat import HFTokenizer, Renderer, load_format, load_tokenizer
 from ludus.core import Completion, FinishReason, Sampling, Task, Trajectory
-from ludus.core.concurrency import frozen_gc
 from ludus.core.registry import load_reference
 from ludus.envs import EnvPool
+from ludus.remote.threads import frozen_gc
 from ludus.rewards import Scorer
 from ludus.rollouts import Agent, Budgets, Demonstrator, Rollout
 from ludus.tools import as_toolset

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from ludus.core.concurrency import frozen_gc
+from ludus.remote.threads import frozen_gc
 
 if not torch.cuda.is_available():
     # The compiled kernels then run in the interpreter, which has to be asked for before Triton is imported.

@@ -15,12 +15,13 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "ludus"
 LEVELS = {
     "core": 0,
-    "chat": 1, "sandbox": 1, "algos": 1, "observe": 1, "kernels": 1, "llm": 1,
-    "tools": 2, "rewards": 2, "model": 2,
-    "envs": 3, "engine": 3,
-    "rollouts": 4,
-    "training": 5, "synth": 5, "serve": 5, "dist": 5,
-    "viewer": 6, "cli": 6,
+    "remote": 1,
+    "chat": 2, "sandbox": 2, "algos": 2, "observe": 2, "kernels": 2, "llm": 2,
+    "tools": 3, "rewards": 3, "model": 3,
+    "envs": 4, "engine": 4,
+    "rollouts": 5,
+    "training": 6, "synth": 6, "serve": 6, "dist": 6,
+    "viewer": 7, "cli": 7,
 }  # fmt: skip
 TORCH_ROOMS = {"algos", "kernels", "model", "engine", "training", "dist"}
 CORE_MAY_IMPORT = {"numpy", "pydantic"}

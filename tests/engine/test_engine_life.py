@@ -15,8 +15,8 @@ import torch
 from engine_models import make, plain_logprobs, prompts, stock_greedy, until
 
 from ludus.core import ConfigError, Engine, EngineError, FinishReason, Media, Sampling, VersionSpan
-from ludus.core.time_limit import time_limit
 from ludus.engine import EmbeddedEngine, EngineConfig, engine_thread
+from ludus.remote.time_limit import time_limit
 
 GREEDY = Sampling(max_tokens=6, temperature=0)
 LONG = Sampling(max_tokens=200, temperature=0)

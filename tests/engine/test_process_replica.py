@@ -13,7 +13,6 @@ from local_replica import TrainedModel
 
 from ludus.core import EngineError
 from ludus.core.generation import FinishReason, Sampling
-from ludus.core.processes import ScratchFolder
 from ludus.engine import EmbeddedEngine, EngineConfig
 from ludus.engine.replicas import (
     Canary,
@@ -24,6 +23,7 @@ from ludus.engine.replicas import (
     weight_folders,
 )
 from ludus.engine.replicas.process import visible_device
+from ludus.remote.processes import ScratchFolder
 from ludus.training.models.loading import fit_tokenizer
 
 SETTINGS = ReplicaSettings(engine=EngineConfig(cache_tokens=4096), threads=1)

@@ -32,9 +32,9 @@ from world_play import play_expert
 
 from ludus.chat import Renderer, load_format
 from ludus.core import Boundary, ByteTokenizer, Message, Task, ToolCall, Trajectory
-from ludus.core.processes import ScratchFolder
 from ludus.engine import FakeEngine
 from ludus.envs import WORLDS, Env, EnvPool, Step, load_env
+from ludus.remote.processes import ScratchFolder
 from ludus.rewards import Scorer, reward
 from ludus.rollouts import Agent, Budgets, Episode, Rollout
 from ludus.tools import as_toolset

@@ -14,7 +14,7 @@ from functools import cache
 import pytest
 
 from ludus.core import InfraError, MissingExtraError
-from ludus.core.processes import ProcessExecutor
+from ludus.remote.processes import ProcessExecutor
 from ludus.rewards import Scorer, maths
 from ludus.rewards.maths_reward import delimited
 from ludus.rewards.resource_limited import LimitExceeded, limited, run_limited

@@ -289,7 +289,7 @@ def other(envs: Any) -> float:
 async def test_an_environment_that_is_not_thread_safe_has_a_thread_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("ludus.core.concurrency._IDLE_SECONDS", 0.001)  # others' threads end soon
+    monkeypatch.setattr("ludus.remote.threads._IDLE_SECONDS", 0.001)  # others' threads end soon
     Touchy.threads = {}
     pool = EnvPool(Touchy, name="touchy", size=3)
     calls = [ToolCall("act"), ToolCall("touch"), ToolCall("step", {"action": "x"})]

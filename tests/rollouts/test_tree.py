@@ -14,7 +14,6 @@ from rollout_parts import attempt_of, called, play, renderer, rollout
 
 from ludus import Env, Task, tool
 from ludus.core import Group, InfraError, Segment, SegmentKind, StopReason, Trajectory
-from ludus.core.concurrency import run_sync
 from ludus.core.failures import Boundary, ConfigError
 from ludus.core.messages import ToolCall, ToolContext
 from ludus.core.random import key
@@ -24,6 +23,7 @@ from ludus.envs.env import has_snapshots, reset_env
 from ludus.envs.safe import Safe, found, opened
 from ludus.envs.safe import training_tasks as safe_tasks
 from ludus.observe import read_trajectories, rollout_metrics, write_trajectories
+from ludus.remote.threads import run_sync
 from ludus.rewards import reward
 from ludus.rollouts.branching import EpisodeRecord, WorldState
 from ludus.rollouts.tree import Leaf, Point, TreeConfig, choose_points

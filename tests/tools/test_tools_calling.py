@@ -29,8 +29,8 @@ from ludus.core import (
     ToolFault,
     ToolResult,
 )
-from ludus.core.concurrency import shared_threads
 from ludus.core.user_code import reset_error_counts
+from ludus.remote.threads import shared_threads
 from ludus.tools import Tool, tool
 from ludus.tools.tool import Limiter
 

@@ -12,7 +12,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ludus.core.concurrency import busy_locations
 from ludus.core.failures import ConfigError, Failure, Fault, LudusError, MissingExtraError
 from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSet
 from ludus.core.registry import load_reference
@@ -23,6 +22,7 @@ from ludus.envs import WORLDS, PoolConfig, World, check_env, load_env
 from ludus.envs.env import Isolation
 from ludus.envs.isolated import IsolatedEnv
 from ludus.envs.pool_config import probe_env
+from ludus.remote.threads import busy_locations
 from ludus.rewards import build_reward, check_rewards
 from ludus.rollouts.agent import Agent
 from ludus.rollouts.env_contract import Clause, EnvContract

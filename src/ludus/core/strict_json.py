@@ -1,18 +1,24 @@
 """JSON from those who may write anything (models, clients of servers), read so that it can be sent on.
 
 Stricter than `json.loads`: a key given twice, a number that is not finite, half a surrogate pair and nesting
-beyond a limit are refused.
+beyond a limit are refused. `decode` makes dataclasses of plain JSON values.
 """
 
 from __future__ import annotations
 
 import math
 from json import JSONDecodeError, JSONDecoder
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from ludus.core.messages import Json
 
+T = TypeVar("T")
+
 MAX_DEPTH = 64
+_MOST_PROBLEMS = 20
+_MOST_CHARS = 2_000
 
 
 class BadJson(ValueError):
@@ -112,3 +118,21 @@ def _constant(text: str) -> NoReturn:
 
 
 _DECODER = JSONDecoder(object_pairs_hook=_object, parse_float=_finite, parse_constant=_constant)
+
+
+def decode(adapter: TypeAdapter[T], raw: Any) -> T:
+    """`raw` as what the adapter makes; a `ValueError` names the fields that do not fit."""
+    try:
+        return adapter.validate_python(raw)
+    except ValidationError as error:
+        raise ValueError(explained(error)) from None
+
+
+def explained(error: ValidationError) -> str:
+    """The problems in one line, each with the place it is at."""
+    problems = error.errors(include_url=False, include_context=False, include_input=False)
+    lines = [
+        f"{'.'.join(str(part) for part in one['loc'])[:200] or 'body'}: {one['msg']}"
+        for one in problems[:_MOST_PROBLEMS]
+    ]
+    return "; ".join(lines)[:_MOST_CHARS]

@@ -23,13 +23,13 @@ import numpy as np
 
 from ludus.core.failures import EngineError
 from ludus.core.messages import Json
-from ludus.core.processes import ScratchFolder
 from ludus.dist.actors import RunActor
 from ludus.dist.cluster import Claim, RayCluster, cause_of, in_group, load_ray
 from ludus.engine.replicas.process import ReplicaSettings
 from ludus.engine.replicas.requested import RequestedReplica
 from ludus.engine.replicas.served import ServedEngine
 from ludus.engine.replicas.weight_loading import WEIGHTS, copy_into, load_into
+from ludus.remote.processes import ScratchFolder
 
 _PING_SECONDS = 5.0
 

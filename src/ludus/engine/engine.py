@@ -25,7 +25,6 @@ from torch import nn
 from ludus.core.failures import EngineError, LudusError
 from ludus.core.generation import Completion, FinishReason, OnTokens, Sampling, VersionSpan
 from ludus.core.messages import MediaSpan
-from ludus.core.time_limit import Wait, queueing
 from ludus.core.tokenizer import Tokenizer
 from ludus.engine.config import EngineConfig, EngineStats
 from ludus.engine.engine_core import EngineCore
@@ -35,6 +34,7 @@ from ludus.engine.request import Decode, Marks, Request, StopChecker
 from ludus.model.hf_model import context_limit, sampling_mode, unwrapped, vocabulary_size
 from ludus.model.images import images_of, with_virtual_ids
 from ludus.model.probes import use_ludus_attention
+from ludus.remote.time_limit import Wait, queueing
 
 
 class EmbeddedEngine:

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import TypeAdapter
 from pydantic_core import to_jsonable_python
 
-from ludus.core.codec import decode
-from ludus.core.concurrency import threads_for
 from ludus.core.failures import Boundary, CannotFork, ConfigError, InfraError
 from ludus.core.messages import Json, Media, ToolResult
+from ludus.core.strict_json import decode
 from ludus.core.task import Task
+from ludus.remote.threads import threads_for
 from ludus.tools import FunctionTool
 
 ShowActions = Literal["no", "tool", "observation"]

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from ludus.core.failures import Boundary, ConfigError, Fault, InfraError, ToolFault
 from ludus.core.messages import Json, ToolContext, ToolResult, ToolSpec
-from ludus.core.per_loop import PerLoop
 from ludus.core.task import Task
 from ludus.envs.env import Env, ServerFull, Step
 from ludus.envs.tools import ForwardedTool
 from ludus.llm.http import load_aiohttp
+from ludus.remote.per_loop import PerLoop
 from ludus.tools import Tool
 from ludus.tools.remote_http import normalized
 

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ludus.core.concurrency import ThreadExecutor, set_own_thread, shared_threads
 from ludus.core.failures import ConfigError, InfraError, LudusError
 from ludus.core.user_code import log_once
 from ludus.envs.env import Env, Isolation, as_env, call_env
 from ludus.envs.isolated import IsolatedEnv
+from ludus.remote.threads import ThreadExecutor, set_own_thread, shared_threads
 
 _log = logging.getLogger(__name__)
 

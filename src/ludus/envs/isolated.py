@@ -22,12 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from ludus.core import process_worker
-from ludus.core.concurrency import (
-    DeadlineExceeded,
-    ThreadExecutor,
-    WorkerError,
-    set_own_thread,
-)
 from ludus.core.failures import (
     Boundary,
     CannotFork,
@@ -38,7 +32,6 @@ from ludus.core.failures import (
     ToolFault,
 )
 from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult
-from ludus.core.processes import CallWorker, NotPicklable
 from ludus.core.task import Task
 from ludus.core.user_code import UserError
 from ludus.envs.env import (
@@ -52,6 +45,13 @@ from ludus.envs.env import (
     takes_text,
 )
 from ludus.envs.tools import ForwardedTool, tools_of
+from ludus.remote.processes import CallWorker, NotPicklable
+from ludus.remote.threads import (
+    DeadlineExceeded,
+    ThreadExecutor,
+    WorkerError,
+    set_own_thread,
+)
 from ludus.tools import LocalTools, Tool
 
 # In our process -------------------------------------------------------------------------------------

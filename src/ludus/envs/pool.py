@@ -31,11 +31,11 @@ from typing import Any, get_args
 
 from ludus.core.failures import Boundary, ConfigError, InfraError
 from ludus.core.task import Task
-from ludus.core.time_limit import queueing
 from ludus.core.user_code import error_with_location, log_once
 from ludus.envs.env import Env, Isolation, Observation, ServerFull, ShowActions, has_snapshots, reset_env
 from ludus.envs.instances import Instance, InstanceFactory, is_final
 from ludus.envs.pool_config import checked_options
+from ludus.remote.time_limit import queueing
 from ludus.tools.versions import code_version
 
 _log = logging.getLogger(__name__)

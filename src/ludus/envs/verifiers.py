@@ -29,7 +29,6 @@ from urllib.parse import parse_qsl
 
 from pydantic_core import to_jsonable_python
 
-from ludus.core.concurrency import run_sync
 from ludus.core.failures import Boundary, ConfigError, InfraError
 from ludus.core.messages import Json, Message
 from ludus.core.task import Task
@@ -37,6 +36,7 @@ from ludus.core.trajectory import Trajectory
 from ludus.core.user_code import error_with_location
 from ludus.envs.env import Env, Step
 from ludus.envs.foreign_tasks import SIZES, imported, parse_value
+from ludus.remote.threads import run_sync
 from ludus.rewards import reward
 from ludus.tools import FunctionTool, Tool
 

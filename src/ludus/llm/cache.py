@@ -20,10 +20,10 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from ludus.core.chat import ChatModel, ChatOptions, ChatReply
-from ludus.core.codec import decode
-from ludus.core.concurrency import run_sync
 from ludus.core.messages import Message
+from ludus.core.strict_json import decode
 from ludus.llm.limits import ChatUsage
+from ludus.remote.threads import run_sync
 
 _REPLY = TypeAdapter(ChatReply)
 

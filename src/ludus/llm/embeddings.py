@@ -26,7 +26,6 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ludus.core.concurrency import run_coroutine
 from ludus.core.failures import ConfigError, LudusError
 from ludus.core.messages import Json
 from ludus.core.registry import load_reference
@@ -35,6 +34,7 @@ from ludus.llm.address import Address, is_address
 from ludus.llm.embedding_models import POOLING, EmbeddingStyle, Kind, read_style, style_by_name
 from ludus.llm.http import BadResponse, HttpClient, RequestFailed, RetryPolicy, refusal
 from ludus.llm.remote import ChatError
+from ludus.remote.threads import run_coroutine
 
 log = logging.getLogger(__name__)
 

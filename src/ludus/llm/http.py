@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ludus.core.failures import ConfigError, MissingExtraError
 from ludus.core.messages import Json
-from ludus.core.per_loop import PerLoop
 from ludus.llm.address import API_KEY, Address
+from ludus.remote.per_loop import PerLoop
 
 if TYPE_CHECKING:
     import aiohttp

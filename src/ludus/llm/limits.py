@@ -17,8 +17,8 @@ from typing import Any
 
 from ludus.core.chat import ChatModel, ChatOptions, ChatReply
 from ludus.core.messages import Message
-from ludus.core.per_loop import PerLoop
 from ludus.llm.remote import ChatError
+from ludus.remote.per_loop import PerLoop
 
 _BURST_SECONDS = 10.0
 _CHARS_PER_TOKEN = 3

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ludus.core.chat import ChatModel, ChatOptions, ChatReply, policy_model
-from ludus.core.concurrency import run_sync
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Message
 from ludus.core.registry import load_reference
+from ludus.remote.threads import run_sync
 
 POLICY = "policy"
 """The name of the model that is trained or evaluated."""

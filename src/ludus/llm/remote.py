@@ -14,7 +14,6 @@ from typing import Any
 from ludus.core.chat import ChatOptions, ChatReply
 from ludus.core.failures import Boundary, InfraError
 from ludus.core.messages import Json, Media, Message
-from ludus.core.per_loop import PerLoop
 from ludus.llm.address import Address
 from ludus.llm.http import (
     BadResponse,
@@ -26,6 +25,7 @@ from ludus.llm.http import (
     refusal,
     token_count,
 )
+from ludus.remote.per_loop import PerLoop
 
 log = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from ludus.core.codec import decode
 from ludus.core.failures import Failure
 from ludus.core.messages import Json, Message, ToolCall
+from ludus.core.strict_json import decode
 from ludus.core.task import Task
 from ludus.core.trajectory import (
     Branch,

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar
 
-from ludus.core.concurrency import WorkerError
 from ludus.core.failures import LudusError
-from ludus.core.processes import ProcessExecutor
+from ludus.remote.processes import ProcessExecutor
+from ludus.remote.threads import WorkerError
 
 T = TypeVar("T")
 

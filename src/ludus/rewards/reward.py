@@ -17,11 +17,11 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any, ClassVar, Literal, Self, TypedDict, TypeVar, Unpack, overload
 
-from ludus.core.concurrency import threads_for
 from ludus.core.failures import Aborted, Boundary, ConfigError, InfraError, MissingExtraError
 from ludus.core.task import Task
 from ludus.core.trajectory import Group, Trajectory
 from ludus.core.user_code import defined_at, error_with_location, log_once
+from ludus.remote.threads import threads_for
 from ludus.rewards.scores import (
     Parts,
     ScoreError,

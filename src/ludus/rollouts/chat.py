@@ -11,13 +11,13 @@ from contextlib import contextmanager
 
 from ludus.chat.renderer import Renderer
 from ludus.core.chat import ChatModel, ChatOptions, ChatReply, policy_model
-from ludus.core.concurrency import run_sync
 from ludus.core.failures import EngineError
 from ludus.core.generation import Engine, FinishReason, Sampling
 from ludus.core.messages import Message
 from ludus.core.pictures import PictureError
 from ludus.core.random import key
 from ludus.llm import ChatError
+from ludus.remote.threads import run_sync
 
 
 class EngineChatModel:

@@ -17,7 +17,6 @@ from typing import Any
 
 from ludus.chat.formats import load_format
 from ludus.chat.renderer import Renderer
-from ludus.core.concurrency import DeadlineExceeded, run_sync
 from ludus.core.failures import ConfigError, Fault, LudusError
 from ludus.core.messages import ToolCall, ToolContext, ToolSet
 from ludus.core.task import Task, spread
@@ -27,6 +26,7 @@ from ludus.core.user_code import error_with_location
 from ludus.engine import FakeEngine
 from ludus.envs import EnvPool
 from ludus.envs.world import ExpertMoves, next_move
+from ludus.remote.threads import DeadlineExceeded, run_sync
 from ludus.rewards import Scorer
 from ludus.rollouts.agent import Agent, Demonstrator, Expert, RandomAgent, random_call
 from ludus.rollouts.budgets import Budgets

@@ -16,14 +16,12 @@ from functools import lru_cache
 
 from ludus.chat.renderer import Renderer, warn_of_unseen
 from ludus.core.audit import Audit
-from ludus.core.concurrency import run_sync
 from ludus.core.failures import Aborted, ConfigError
 from ludus.core.generation import Completion, Engine, FinishReason, Sampling
 from ludus.core.messages import Media, Message, ToolCall, ToolContext, ToolResult, ToolSet, ToolSpec
 from ludus.core.pictures import PictureError
 from ludus.core.random import key
 from ludus.core.task import Task
-from ludus.core.time_limit import recorded_wait
 from ludus.core.trajectory import (
     EnvRender,
     Segment,
@@ -34,6 +32,8 @@ from ludus.core.trajectory import (
     spans_of,
 )
 from ludus.envs.world import ExpertMoves, next_move
+from ludus.remote.threads import run_sync
+from ludus.remote.time_limit import recorded_wait
 from ludus.rollouts.branching import EpisodeRecord, check_results
 from ludus.rollouts.budgets import Budgets
 from ludus.rollouts.message_tree import MessageTree

@@ -27,12 +27,10 @@ from ludus.chat.chat_template import tools_key
 from ludus.chat.message_keys import MessageKey, message_key
 from ludus.chat.renderer import Renderer
 from ludus.chat.streaming import ReplyView, TokenFeed
-from ludus.core.concurrency import run_sync
 from ludus.core.failures import Aborted, ConfigError, Fault
 from ludus.core.generation import Completion, Engine, FinishReason, Sampling
 from ludus.core.messages import MediaSpan, Message, ToolSpec
 from ludus.core.random import key
-from ludus.core.time_limit import current_limit, recorded_wait, under_limit
 from ludus.core.tokenizer import ImageTokens
 from ludus.core.trajectory import (
     Segment,
@@ -43,6 +41,8 @@ from ludus.core.trajectory import (
     media_spans,
 )
 from ludus.envs.world import ExpertMoves, next_move
+from ludus.remote.threads import run_sync
+from ludus.remote.time_limit import current_limit, recorded_wait, under_limit
 from ludus.rollouts.engine_sessions import EngineSessions
 from ludus.rollouts.replies import Reply, read_completion
 from ludus.rollouts.sequence_tree import (

@@ -36,7 +36,6 @@ from ludus.core.generation import Engine, Sampling
 from ludus.core.messages import IMAGE_MARK, Media, Message, ToolContext, ToolSet
 from ludus.core.random import key
 from ludus.core.task import Task
-from ludus.core.time_limit import time_limit
 from ludus.core.trajectory import EnvRender, Group, StopReason, TimeSpan, TokenSequence, Trajectory
 from ludus.core.user_code import log_once
 from ludus.envs import (
@@ -51,6 +50,7 @@ from ludus.envs import (
     tools_of,
 )
 from ludus.envs.env import call_env
+from ludus.remote.time_limit import time_limit
 from ludus.rewards import Scorer
 from ludus.rollouts.agent import Agent
 from ludus.rollouts.branching import EpisodeRecord, Origin, WorldState, check_forkable

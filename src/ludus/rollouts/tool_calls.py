@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from ludus.core.audit import Audit, AuditRecord, legality_of
-from ludus.core.concurrency import run_sync
 from ludus.core.failures import Fault, InfraError
 from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSet, ToolSpec
-from ludus.core.time_limit import recorded_wait
 from ludus.core.trajectory import Trajectory, spans_of
+from ludus.remote.threads import run_sync
+from ludus.remote.time_limit import recorded_wait
 from ludus.rollouts.budgets import Budgets
 from ludus.tools import OutputLimits, changed_tools, tools_changed
 

@@ -23,9 +23,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ludus.core.concurrency import ThreadExecutor
 from ludus.core.failures import InfraError, LudusError
 from ludus.core.messages import Json
+from ludus.remote.threads import ThreadExecutor
 from ludus.tools.hosting.host import error_kind, failure_fields
 from ludus.tools.wire import ErrorBody, ErrorKind
 

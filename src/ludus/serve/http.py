@@ -21,9 +21,9 @@ from typing import Any, TypeVar
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
-from ludus.core.codec import explained
-from ludus.core.concurrency import run_sync
 from ludus.core.messages import Json, ToolResult
+from ludus.core.strict_json import explained
+from ludus.remote.threads import run_sync
 from ludus.serve.admission import SMALL, ByteBudget, ByteShare, RequestError
 from ludus.serve.openapi import ENDPOINTS, MOST_MILLISECONDS, docs_page, openapi_document
 from ludus.serve.service import ServerConfig, ToolService

@@ -21,9 +21,9 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, Field, TypeAdapter
 
 from ludus.core.chat import ChatModel, ChatOptions
-from ludus.core.codec import decode
 from ludus.core.messages import Json, Message, ToolCall, ToolContext, ToolResult, ToolSet, ToolSpec
 from ludus.core.random import key, shuffled
+from ludus.core.strict_json import decode
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
 from ludus.llm import ChatError, UnusableReply, ask_json

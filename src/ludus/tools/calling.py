@@ -36,7 +36,11 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 from pydantic_core import to_json
 
-from ludus.core.concurrency import (
+from ludus.core.failures import Boundary, Fault, InfraError, ToolFault
+from ludus.core.messages import Media, ToolResult
+from ludus.core.user_code import UserError, count_tool_call, log_once, mentions
+from ludus.remote.processes import NotPicklable, shared_processes
+from ludus.remote.threads import (
     DeadlineExceeded,
     FunctionExited,
     ThreadExecutor,
@@ -44,10 +48,6 @@ from ludus.core.concurrency import (
     run_sync,
     threads_for,
 )
-from ludus.core.failures import Boundary, Fault, InfraError, ToolFault
-from ludus.core.messages import Media, ToolResult
-from ludus.core.processes import NotPicklable, shared_processes
-from ludus.core.user_code import UserError, count_tool_call, log_once, mentions
 
 if TYPE_CHECKING:
     from ludus.tools.tool import Tool

@@ -30,7 +30,7 @@ from urllib.parse import quote, urlsplit
 
 from ludus.core.failures import ConfigError, Fault, InfraError
 from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult, ToolSpec
-from ludus.core.time_limit import queueing
+from ludus.remote.time_limit import queueing
 from ludus.tools.hosting.host import UNKNOWN, EpisodeLost, OutcomeUnknown, ToolFacts
 from ludus.tools.remote_http import (
     NotConnected,

@@ -22,11 +22,11 @@ from urllib.parse import urlsplit
 
 from pydantic import TypeAdapter
 
-from ludus.core.codec import decode
 from ludus.core.failures import Boundary, ConfigError, InfraError
 from ludus.core.messages import Json, ToolResult
-from ludus.core.per_loop import PerLoop
+from ludus.core.strict_json import decode
 from ludus.llm.http import load_aiohttp
+from ludus.remote.per_loop import PerLoop
 from ludus.tools.hosting.host import OutcomeUnknown
 from ludus.tools.wire import (
     DEADLINE_HEADER,

@@ -14,8 +14,8 @@ from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 from ludus.core.failures import ConfigError, Fault, ToolFault
 from ludus.core.messages import ToolContext, ToolResult, ToolSpec
-from ludus.core.time_limit import queueing
 from ludus.core.user_code import register_user_code
+from ludus.remote.time_limit import queueing
 from ludus.tools.arguments import validate_arguments
 from ludus.tools.calling import Encode, Invocation, OutputLimits, invoke
 from ludus.tools.signature import Signature, is_loose, signature_of

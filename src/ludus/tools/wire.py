@@ -10,10 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter
 from pydantic_core import to_jsonable_python
 
-from ludus.core.codec import decode
 from ludus.core.failures import Boundary
 from ludus.core.messages import Json, Media, Message, ToolResult, ToolSpec
-from ludus.core.strict_json import check_json
+from ludus.core.strict_json import check_json, decode
 from ludus.core.task import Task
 from ludus.tools.calling import text_of
 

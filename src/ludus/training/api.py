@@ -17,7 +17,6 @@ from typing import Any
 
 from rich.console import Console
 
-from ludus.core.concurrency import frozen_gc, run_coroutine
 from ludus.core.config import read_toml
 from ludus.core.failures import ConfigError, LudusError, MissingExtraError
 from ludus.core.generation import Sampling
@@ -26,6 +25,7 @@ from ludus.core.trajectory import Group
 from ludus.core.user_code import reset_error_counts
 from ludus.envs import Env
 from ludus.observe import SINKS, AuditLog, RunFolder, RunWriter, setup_logging
+from ludus.remote.threads import frozen_gc, run_coroutine
 from ludus.rollouts.agent import Agent, Expert
 from ludus.training.checkpoint import UnsavedError
 from ludus.training.config.cluster import launched_rank

@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import FileStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from ludus.core.failures import ConfigError, LudusError
-from ludus.core.processes import ScratchFolder
+from ludus.remote.processes import ScratchFolder
 
 KEY, STORE = "LUDUS_RANKS_KEY", "LUDUS_RANKS_STORE"
 """Environment variables: the key, in hexadecimal digits, and the file at which ranks of one machine meet."""

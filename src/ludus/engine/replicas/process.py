@@ -17,13 +17,13 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ludus.core.concurrency import WorkerError
 from ludus.core.failures import EngineError
 from ludus.core.messages import Json
-from ludus.core.processes import WorkerProcess
 from ludus.engine.config import EngineConfig
 from ludus.engine.replicas.frames import pack_frame, read_frame
 from ludus.engine.replicas.requested import RequestedReplica
+from ludus.remote.processes import WorkerProcess
+from ludus.remote.threads import WorkerError
 
 _PING_SECONDS = 5.0
 

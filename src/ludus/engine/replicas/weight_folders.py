@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Protocol
 
 from ludus.core.messages import MediaSpan
-from ludus.core.processes import ScratchFolder, remove_left_folders
 from ludus.engine.replicas.canary import Canary
+from ludus.remote.processes import ScratchFolder, remove_left_folders
 
 log = logging.getLogger(__name__)
 

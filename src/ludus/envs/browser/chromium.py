@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ludus.core.failures import Boundary, ConfigError, InfraError, MissingExtraError
-from ludus.core.processes import ScratchFolder
 from ludus.envs.browser.gateway import Gateway, NetworkPolicy
+from ludus.remote.processes import ScratchFolder
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, BrowserContext, Playwright

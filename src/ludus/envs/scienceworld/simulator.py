@@ -21,8 +21,8 @@ from functools import cache
 from typing import Any
 
 from ludus.core.failures import Boundary, InfraError, MissingExtraError
-from ludus.core.processes import ScratchFolder
 from ludus.core.random import key
+from ludus.remote.processes import ScratchFolder
 
 JAVA_OPTIONS = (
     # Without a limit the heap grows to gigabytes, and the parallel collector takes a thread for each core.

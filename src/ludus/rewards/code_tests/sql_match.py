@@ -17,9 +17,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from ludus.core.concurrency import run_sync
 from ludus.core.failures import ConfigError
 from ludus.core.task import Task
+from ludus.remote.threads import run_sync
 from ludus.rewards.code_tests.fault_attribution import (
     BrokenTask,
     SandboxedReward,

@@ -20,9 +20,9 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from ludus.core.concurrency import run_sync
 from ludus.core.failures import ConfigError
 from ludus.core.task import Task
+from ludus.remote.threads import run_sync
 from ludus.rewards.code_tests.fault_attribution import TimeBudget
 from ludus.rewards.scores import EXECUTION, Parts
 from ludus.sandbox import Execution, Limits, Outcome, Sandbox

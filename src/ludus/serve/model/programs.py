@@ -25,11 +25,11 @@ from weakref import WeakKeyDictionary
 
 import aiohttp
 
-from ludus.core.concurrency import DeadlineExceeded, run_sync
 from ludus.core.failures import Aborted, Boundary, ConfigError, InfraError
 from ludus.core.task import Task
 from ludus.core.trajectory import StopReason
 from ludus.core.user_code import error_with_location, log_once
+from ludus.remote.threads import DeadlineExceeded, run_sync
 from ludus.rollouts.agent import Agent, ProgramConfig
 from ludus.rollouts.episode import Episode
 from ludus.sandbox import Limits, SandboxConfig, shared_sandbox

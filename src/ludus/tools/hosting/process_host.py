@@ -15,10 +15,10 @@ import sys
 import time
 from collections.abc import Sequence
 
-from ludus.core.concurrency import WorkerError
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Json
-from ludus.core.processes import WorkerProcess
+from ludus.remote.processes import WorkerProcess
+from ludus.remote.threads import WorkerError
 from ludus.tools.hosting.host import LOADER, ToolReference, error_from_json, reply_of
 from ludus.tools.hosting.pool import PooledHost, WorkerDied
 from ludus.tools.wire import dump

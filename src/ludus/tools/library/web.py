@@ -24,11 +24,11 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin, urlsplit
 
-from ludus.core.concurrency import run_sync
 from ludus.core.failures import Boundary, ConfigError, InfraError, ToolFault
 from ludus.core.messages import Json
-from ludus.core.per_loop import PerLoop
 from ludus.llm.http import load_aiohttp
+from ludus.remote.per_loop import PerLoop
+from ludus.remote.threads import run_sync
 from ludus.tools.library.retrieval import checked_query
 from ludus.tools.tool import Tool
 

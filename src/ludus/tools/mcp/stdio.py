@@ -32,7 +32,7 @@ from anyio.streams.memory import MemoryObjectSendStream
 from mcp.client.stdio import get_default_environment
 from mcp.shared.message import SessionMessage
 
-from ludus.core.concurrency import run_sync
+from ludus.remote.threads import run_sync
 from ludus.tools.mcp import guardian
 from ludus.tools.mcp.config import MCPServerConfig
 from ludus.tools.mcp.lines import LineSplitter, LongLine

@@ -16,10 +16,10 @@ from typing import TypeVar
 
 from pydantic import TypeAdapter
 
-from ludus.core.codec import decode
-from ludus.core.concurrency import run_sync
 from ludus.core.failures import Boundary, ConfigError, InfraError
 from ludus.core.messages import Json, ToolContext, ToolResult, ToolSet, ToolSpec
+from ludus.core.strict_json import decode
+from ludus.remote.threads import run_sync
 from ludus.tools.recording.keys import NO_HISTORY, Label, list_key, spec_version, specs_key
 from ludus.tools.recording.store import RecordingStoreError, Store
 from ludus.tools.toolset import LocalTools

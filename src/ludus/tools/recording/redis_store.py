@@ -18,8 +18,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-from ludus.core.concurrency import WorkerError
 from ludus.core.failures import ConfigError, MissingExtraError
+from ludus.remote.threads import WorkerError
 from ludus.tools.recording.keys import Label
 from ludus.tools.recording.store import RecordingStoreError, StoreThreads
 

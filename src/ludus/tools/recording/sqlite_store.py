@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from ludus.core.concurrency import WorkerError
 from ludus.core.failures import ConfigError
+from ludus.remote.threads import WorkerError
 from ludus.tools.recording.keys import Label
 from ludus.tools.recording.store import RecordingStoreError, StoreThreads
 

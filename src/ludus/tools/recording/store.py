@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from ludus.core.concurrency import ThreadExecutor
 from ludus.core.failures import Boundary, ConfigError, InfraError
+from ludus.remote.threads import ThreadExecutor
 from ludus.tools.recording.keys import Label
 
 

@@ -9,9 +9,9 @@ from functools import cache
 from ludus.chat import Renderer, load_format
 from ludus.core.chat import ChatOptions, ChatReply
 from ludus.core.messages import Message
-from ludus.core.per_loop import PerLoop
 from ludus.engine import EmbeddedEngine, EngineConfig
 from ludus.model import use_ludus_attention
+from ludus.remote.per_loop import PerLoop
 from ludus.rollouts.chat import EngineChatModel
 from ludus.training.config.model import ModelConfig
 from ludus.training.models.loading import check_source, load_model

@@ -18,10 +18,10 @@ from pathlib import Path
 from torch import nn
 
 from ludus.algos import Need, adapted_kl_coefficient
-from ludus.core.concurrency import run_to_the_end
 from ludus.core.failures import ConfigError
 from ludus.core.trajectory import Group
 from ludus.observe import rollout_metrics
+from ludus.remote.threads import run_to_the_end
 from ludus.rewards import Scorer
 from ludus.rollouts.branching import check_forkable
 from ludus.rollouts.chat import asking_policy

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from ludus.core.concurrency import (
+from ludus.remote.processes import NotPicklable, ProcessExecutor
+from ludus.remote.threads import (
     DeadlineExceeded,
     FunctionExited,
     ThreadExecutor,
     WorkerError,
     run_sync,
 )
-from ludus.core.processes import NotPicklable, ProcessExecutor
 
 who: contextvars.ContextVar[str] = contextvars.ContextVar("who", default="nobody")
 
@@ -149,7 +149,7 @@ def test_one_executor_serves_several_event_loops_at_once():
 def test_a_hung_thread_does_not_hold_up_the_exit_of_the_interpreter():
     code = """
     import asyncio, time
-    from ludus.core.concurrency import run_sync
+    from ludus.remote.threads import run_sync
     async def main():
         try:
             await run_sync(time.sleep, 3600, timeout=0.05)
@@ -242,7 +242,7 @@ def test_processes_die_with_a_parent_that_is_killed(tmp_path: Path):
             """
             import asyncio, os, signal, subprocess
             from pathlib import Path
-            from ludus.core.processes import ProcessExecutor
+            from ludus.remote.processes import ProcessExecutor
 
             def work(folder):
                 child = subprocess.Popen(["sleep", "600"])
@@ -274,7 +274,7 @@ def test_a_main_script_without_its_guard_is_told_so(tmp_path: Path, work: str):
         textwrap.dedent(
             f"""
             import asyncio
-            from ludus.core.processes import ProcessExecutor
+            from ludus.remote.processes import ProcessExecutor
             from ludus.core.registry import load_reference
 
             def work():

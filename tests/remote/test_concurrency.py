@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ludus.core.concurrency import frozen_gc, run_coroutine, run_to_the_end
+from ludus.remote.threads import frozen_gc, run_coroutine, run_to_the_end
 
 word: contextvars.ContextVar[str] = contextvars.ContextVar("word")
 
@@ -82,7 +82,7 @@ def test_an_interrupt_cancels_it_and_waits_for_its_end() -> None:
 @pytest.fixture
 def thawed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The tests themselves run on a frozen heap (conftest.py)."""
-    monkeypatch.setattr("ludus.core.concurrency._gc_frozen_by", 0)
+    monkeypatch.setattr("ludus.remote.threads._gc_frozen_by", 0)
     gc.unfreeze()
     yield
     gc.freeze()

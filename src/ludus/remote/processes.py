@@ -36,8 +36,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ludus.core import process_worker
-from ludus.core.concurrency import DeadlineExceeded, FunctionExited, ThreadExecutor, WorkerError
 from ludus.core.failures import ConfigError
+from ludus.remote.threads import DeadlineExceeded, FunctionExited, ThreadExecutor, WorkerError
 
 T = TypeVar("T")
 
