@@ -1,4 +1,4 @@
-"""Errors of user code (tools, rewards, environments, agents, experts): location, fault attribution, logging.
+"""Errors of user code (tools, rewards, environments, agents, experts): location, kind, logging.
 
 A recorded error has its file and line. The first error from a location is logged with its traceback; after that
 it is counted, and logged in one line at the 10th time, the 100th, and so on.
@@ -6,28 +6,33 @@ it is counted, and logged in one line at the 10th time, the 100th, and so on.
 
 from __future__ import annotations
 
-import dis
 import functools
 import inspect
 import logging
 import os
-import re
 import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FrameType, ModuleType, TracebackType
+from types import CodeType, FrameType
 from typing import Any
 
-_ALWAYS = (NameError, ImportError, NotImplementedError)
-_SIGNATURE = re.compile(
-    r"missing \d+ required (positional|keyword-only) argument|got an unexpected keyword argument|"
-    r"takes .*positional arguments? but|got multiple values for argument"
+_BUGS = (NameError, ImportError)
+"""What no argument causes: a name or a module that the code lacks."""
+_SUSPECTS = (
+    *_BUGS,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NotImplementedError,
+    StopIteration,
+    TypeError,
 )
-"""What Python says of a call that does not fit the signature of what is called."""
+"""What Python raises by itself, for a mistake in the code or for arguments that it cannot use."""
 _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
 _LIBRARIES = tuple(
     {
@@ -40,8 +45,6 @@ _MOST_CHARS = 500
 _MOST_TRACEBACK_CHARS = 6_000
 _MOST_PLACES = 1_000
 _FIRST_CALLS = 10
-_RAISE = dis.opmap["RAISE_VARARGS"]
-_UNPACKING = dis.opmap["CALL_FUNCTION_EX"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +58,26 @@ class UserError:
     place: str | None
     """Where user code raised it: file:line in function."""
     trace: str
-    is_accident: bool
-    """Whether it came out of an expression, not a `raise`, in the innermost frame of user code."""
     is_bug: bool
-    """Whether it is a programming error of the code that raised it, rather than of what that was given."""
-    about: str
-    """Where it may quote what the code was given: an attribute's or a module's name, else all of its text."""
+    """Whether user code, or ours, lacks a name or a module."""
+    is_suspect: bool
+    """Whether it may be a mistake in the code that raised it: Python raises errors of its kind by itself."""
 
     @classmethod
     def of(cls, error: BaseException) -> UserError:
+        last = error.__traceback__
+        while last is not None and last.tb_next is not None:
+            last = last.tb_next
+        file = "" if last is None else last.tb_frame.f_code.co_filename
+        # what a library raises, or text that is run (eval, exec), depends on what it was given
+        is_of_code = _is_ours(file) or (last is not None and _is_own(file))
         return cls(
             type(error).__name__,
             error_text(error),
             error_location(error),
             traceback_text(error),
-            is_accident(error),
-            is_bug(error),
-            _about(error),
+            is_of_code and isinstance(error, _BUGS),
+            is_of_code and isinstance(error, _SUSPECTS),
         )
 
     def __str__(self) -> str:
@@ -123,83 +129,6 @@ def _code_of(function: Callable[..., Any]) -> CodeType | None:
     return found
 
 
-def is_accident(error: BaseException) -> bool:
-    """Whether the innermost frame is user code that did not say `raise`.
-
-    What a library raises is not one, nor is what ran as text (eval, exec): the model may have caused that.
-    """
-    last = _last(error.__traceback__)
-    if last is None or not _is_own(last.tb_frame.f_code.co_filename) or isinstance(error, SyntaxError):
-        return False
-    return last.tb_frame.f_code.co_code[last.tb_lasti] != _RAISE
-
-
-def is_bug(error: BaseException) -> bool:
-    """Whether an error is a programming error of user code, or of ours, by its kind alone.
-
-    It is one if a name or a module does not exist, if a module, a class or an object of user code lacks an
-    attribute, or if a call does not fit the signature of what it calls. Every other AttributeError and
-    TypeError may come of what the code was given: `CATALOGUE.get(item)["price"]`,
-    `re.search(...).group(1)`, `json.loads(payload)["query"]`. So may KeyError, ValueError and arithmetic, and
-    a call whose arguments are unpacked from a table: `handler(**json.loads(payload))`.
-    """
-    last = _last(error.__traceback__)
-    ours = last is not None and _is_ours(last.tb_frame.f_code.co_filename)
-    is_given = isinstance(error, TypeError) and last is not None and _is_unpacked(last)
-    return _is_of_code(error) and (ours or (is_accident(error) and not is_given))
-
-
-def _is_unpacked(last: TracebackType) -> bool:
-    """Whether a call that failed unpacked its arguments (`*`, `**`), other than those of a wrapper.
-
-    A wrapper hands on its own `**kwargs`, which the signature of what it wraps has let through.
-    """
-    code = last.tb_frame.f_code
-    return code.co_code[last.tb_lasti] == _UNPACKING and not code.co_flags & inspect.CO_VARKEYWORDS
-
-
-def _is_of_code(error: BaseException) -> bool:
-    if isinstance(error, AttributeError):
-        holder = error.obj
-        if isinstance(holder, ModuleType | type):
-            return True
-        return holder is not None and _is_of_user(type(holder))
-    if isinstance(error, TypeError):
-        return _SIGNATURE.search(error_text(error)) is not None
-    return isinstance(error, _ALWAYS)
-
-
-def _is_of_user(kind: type) -> bool:
-    """Whether a class is user code, or ours: values that a model gives are of neither."""
-    if kind.__module__ == "__main__":
-        return True
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return file is not None and (_is_own(file) or _is_ours(file))
-
-
-def _about(error: BaseException) -> str:
-    if isinstance(error, NameError):
-        return ""  # a name in the code, whatever it was given
-    named = error.name if isinstance(error, AttributeError | ImportError) else None
-    return named or error_text(error)
-
-
-def mentions(text: str, values: Iterable[Any]) -> bool:
-    """Whether a message quotes one of the texts that were given, at any depth: it depends on them then."""
-    pending, looked_at, text = list(values), 0, text.casefold()
-    while pending and looked_at < 1_000:
-        value, looked_at = pending.pop(), looked_at + 1
-        if isinstance(value, str):
-            word = value.strip()[:_MOST_CHARS].casefold()  # as in `getattr(Colour, name.upper())`
-            if len(word) > 1 and word in text:
-                return True
-        if isinstance(value, dict):
-            pending += [*value.keys(), *value.values()]
-        elif isinstance(value, list | tuple | set):
-            pending += value
-    return False
-
-
 _installed: set[str] = set()
 """Files and folders among the libraries that are user code all the same: packages with tools."""
 
@@ -229,7 +158,7 @@ def traceback_text(error: BaseException) -> str:
 _lock = threading.Lock()
 _counts: dict[tuple[str, str], int] = {}
 _fruitless: dict[str, list[str]] = {}
-"""What each tool has raised by accident in its first calls; nothing more once it has returned."""
+"""Suspect errors of each tool in its first calls; none once it has returned."""
 _returned: set[str] = set()
 
 
@@ -252,12 +181,12 @@ def log_once(log: logging.Logger, what: str, error: BaseException | UserError) -
 
 
 def count_tool_call(log: logging.Logger, tool: str, error: UserError | None) -> None:
-    """Keep count of a tool's calls; one that raises by accident in all of its first calls is warned of."""
+    """Count a tool's calls; warn of a tool that raises a suspect error in each of its first calls."""
     with _lock:
         if error is None:
             _returned.add(tool)
             _fruitless.pop(tool, None)
-        if error is None or tool in _returned or not error.is_accident:
+        if error is None or tool in _returned or not error.is_suspect:
             return
         raised = _fruitless.setdefault(tool, [])
         if len(raised) < 2 * _FIRST_CALLS:
@@ -274,7 +203,7 @@ def count_tool_call(log: logging.Logger, tool: str, error: UserError | None) -> 
 
 
 def first_call_errors(tool: str) -> list[str]:
-    """What a tool has raised by accident in its first calls, if it has never returned."""
+    """Suspect errors of a tool in its first calls, if it has never returned."""
     with _lock:
         return list(_fruitless.get(tool, ()))
 
@@ -312,12 +241,6 @@ def thread_location(ident: int | None) -> str | None:
     if frame is None:
         return None
     return f"{_short(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
-
-
-def _last(trace: TracebackType | None) -> TracebackType | None:
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace
 
 
 def _is_ours(file: str) -> bool:

@@ -70,7 +70,7 @@ class ForwardedTool(Tool):
         """`run` takes the arguments as the model wrote them."""
         self._env, self._spec, self._forward = env, spec, run
         self.name, self.description = spec.name, spec.description
-        self._limiter, self.is_loose = Limiter(None), False
+        self._limiter = Limiter(None)
 
     @property
     def owner(self) -> Any:

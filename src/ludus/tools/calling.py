@@ -5,12 +5,9 @@ shared worker processes. A deadline counts from when the function starts; a full
 fault. A function that is past its deadline, or whose caller is cancelled, is stopped where it can be: a
 coroutine is cancelled, a process is killed, a thread is abandoned.
 
-Unless the tool says otherwise (`on_error`), an exception is the model's fault, and the model reads it. The
-exceptions to this are programming errors of the tool (`core.user_code.is_bug`): a name, a module, or an
-attribute of a module or of an object of the tool's own that does not exist, and calls that do not fit a
-signature, where they came out of an expression in the tool's own code, nobody raised them on purpose, and
-they do not quote what the model gave. They are failures of ours: the model could not have done better. A None
-that a lookup gave, what a library raises, text that was run and `handler(**table)` may be the model's doing.
+Whose fault an exception is: errors of the arguments and what the tool raises are the model's, which reads
+them; lost connections and workers, `InfraError`, and a name or module that the tool's code lacks are ours;
+`on_error` decides otherwise. An error that may be a mistake in the tool is logged once with its traceback.
 
 A result is cut by characters before anything else looks at it, so that the cost of a huge result does not
 depend on its size; only what is left is cleaned and, where a tool has a limit in tokens, tokenized. The budget
@@ -38,7 +35,7 @@ from pydantic_core import to_json
 
 from ludus.core.failures import Boundary, Fault, InfraError, ToolFault
 from ludus.core.messages import Media, ToolResult
-from ludus.core.user_code import UserError, count_tool_call, log_once, mentions
+from ludus.core.user_code import UserError, count_tool_call, log_once
 from ludus.remote.processes import NotPicklable, shared_processes
 from ludus.remote.threads import (
     DeadlineExceeded,
@@ -129,14 +126,11 @@ async def _outcome(invocation: Invocation) -> ToolResult:
 
 def _raised(invocation: Invocation, error: UserError, message: str) -> ToolResult:
     """The observation that an exception of the tool becomes; or an `InfraError`, where it is our fault."""
-    tool, given = invocation.tool, (*invocation.args, *invocation.kwargs.values())
-    # a table that the signature leaves open may be given on as keyword arguments
-    is_open = tool.is_loose and error.kind == "TypeError"
-    is_bug = error.is_bug and not is_open and not mentions(error.about, given)
-    if tool.on_error == "failure" or (tool.on_error == "auto" and is_bug):
+    tool = invocation.tool
+    if tool.on_error == "failure" or (tool.on_error == "auto" and error.is_bug):
         log_once(_log, f"the tool {tool.name!r}", error)
         raise InfraError(Boundary.TOOL, str(error), retriable=not error.is_bug, kind=error.kind)
-    if tool.on_error == "auto" and error.is_accident and not mentions(error.text, given):
+    if tool.on_error == "auto" and error.is_suspect:
         log_once(_log, f"the tool {tool.name!r}", error)
         count_tool_call(_log, tool.name, error)
     return ToolResult(invocation.limits.apply(message), fault=Fault.TOOL_RAISED)

@@ -18,7 +18,7 @@ from ludus.core.user_code import register_user_code
 from ludus.remote.time_limit import queueing
 from ludus.tools.arguments import validate_arguments
 from ludus.tools.calling import Encode, Invocation, OutputLimits, invoke
-from ludus.tools.signature import Signature, is_loose, signature_of
+from ludus.tools.signature import Signature, signature_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -52,7 +52,7 @@ class Tool:
     on_timeout: Literal["fault", "failure"] = "fault"
     """Whether a timeout is the model's fault, which it reads, or a failure of ours, which is retried."""
     on_error: Literal["auto", "fault", "failure"] = "auto"
-    """Whether an exception is the model's fault, a failure of ours, or judged by its kind ("auto")."""
+    """Whether an exception is the model's fault, an infrastructure failure, or judged by its kind ("auto")."""
     env: type | None = None
     """The class of the environment that the parameter `env` gets; a run with this tool needs no other entry."""
     pool_size: int | None = None
@@ -88,8 +88,6 @@ class Tool:
                 "process; drop process=True, or drop the parameter"
             )
         self._limiter = Limiter(self.max_concurrency)
-        self.is_loose = is_loose(self.signature.schema)
-        """Whether the schema leaves open what a value is, so that one may be of a type nobody expected."""
 
     @property
     def signature(self) -> Signature:

@@ -173,7 +173,7 @@ def _type_name(value: Any) -> str:
 
 
 _NOT_IN_THE_RESULT = frozenset(
-    {"name", "description", "timeout", "max_concurrency", "process", "retries", "is_unbound", "is_loose"}
+    {"name", "description", "timeout", "max_concurrency", "process", "retries", "is_unbound"}
 )
 
 
