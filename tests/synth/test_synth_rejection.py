@@ -258,3 +258,29 @@ def test_the_command_goes_on_and_its_examples_are_imitated(
     assert "settings.attempts: 4 there, 2 now" in str(other.exception)
     wrong = CliRunner().invoke(app, [*command, "synth.atempts=2"])
     assert "did you mean 'attempts'" in str(wrong.exception)
+
+
+def test_a_method_of_an_installed_package_is_found_by_its_entry_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "outside_package"))
+    monkeypatch.chdir(tmp_path)
+    Path("task.py").write_text(MODULE)
+    Path("recipe.toml").write_text(RECIPE)
+    command = ["synth", "first_try", "recipe.toml", "synth.threshold=0", "--out", "made"]
+    done = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert done.exit_code == 0 and "first try: yield" in done.output, done.output
+    report = json.loads(Path("made/report.json").read_text())
+    assert report["candidates"] == 3 and report["method"] == "first try"
+
+
+def test_two_packages_cannot_register_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "other-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[ludus.synth]\necho = other:Echo\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(
+        ConfigError, match=r"two packages register the method of synthesis 'echo'.*other:Echo"
+    ):
+        load_method("rejection")

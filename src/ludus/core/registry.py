@@ -10,8 +10,10 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
+from functools import cache
+from importlib.metadata import entry_points
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from ludus.core.failures import ConfigError, LudusError
@@ -20,11 +22,30 @@ from ludus.core.user_files import file_problem
 
 
 class Registry(Mapping[str, str]):
-    """Short names for `module:attribute` references; nothing is imported until `load`."""
+    """Short names for `module:attribute` references; nothing is imported until `load`.
 
-    def __init__(self, kind: str, entries: Mapping[str, str]) -> None:
-        self.kind = kind
-        self._entries = dict(entries)
+    `group` is an entry point group: installed packages, Ludus itself among them, register names there
+    (`[project.entry-points."ludus.synth"]` in a pyproject.toml). It is read when a name is first looked up.
+    """
+
+    def __init__(
+        self, kind: str, entries: Mapping[str, str] = MappingProxyType({}), *, group: str | None = None
+    ) -> None:
+        self.kind, self.group = kind, group
+        self._own = dict(entries)
+
+    @property
+    def _entries(self) -> dict[str, str]:
+        if self.group is None:
+            return self._own
+        found = dict(self._own)
+        for name, reference in _registered(self.group, tuple(sys.path)):
+            if found.setdefault(name, reference) != reference:
+                raise ConfigError(
+                    f"two packages register the {self.kind} {name!r} ({self.group}): {found[name]} and "
+                    f"{reference}; uninstall one"
+                )
+        return found
 
     def __getitem__(self, name: str) -> str:
         return self._entries[name]
@@ -37,16 +58,28 @@ class Registry(Mapping[str, str]):
 
     def load(self, name: str) -> Any:
         """What a short name or a reference (`module:attribute`, `file.py:attribute`) stands for."""
-        if name in self._entries:
-            return load_reference(self._entries[name])
+        entries = self._entries
+        if name in entries:
+            return load_reference(entries[name])
         if ":" in name:
             return load_reference(name)
-        near = get_close_matches(name, self._entries, n=1)
+        near = get_close_matches(name, entries, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
+        known = f"Known: {', '.join(sorted(entries))}"
+        if not entries:
+            known = (
+                f"No installed package registers any ({self.group}): install Ludus again (pip install)"
+            )
         raise ConfigError(
-            f"there is no {self.kind} called {name!r}.{hint} Known: {', '.join(sorted(self))}; "
+            f"there is no {self.kind} called {name!r}.{hint} {known}; "
             "or give 'module:attribute' or 'file.py:attribute'"
         )
+
+
+@cache
+def _registered(group: str, path: tuple[str, ...]) -> list[tuple[str, str]]:
+    """(name, reference) of each entry point of a group; `path` is where packages are looked for."""
+    return [(point.name, point.value) for point in entry_points(group=group)]
 
 
 def load_reference(reference: str) -> Any:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from ludus.core.chat import ChatModel, ChatOptions, ChatReply, policy_model
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Message
-from ludus.core.registry import load_reference
+from ludus.core.registry import Registry
 from ludus.remote.threads import run_sync
 
 POLICY = "policy"
 """The name of the model that is trained or evaluated."""
-LOAD_FROZEN = "ludus.training.models.frozen:load_frozen"
-"""By name: loading weights is no matter of this room."""
+LOADERS = Registry("loader of chat models", group="ludus.chat_models")
+"""`frozen` loads a model's weights, by its folder or hub name, as a `ChatModel`."""
 
 
 class PolicyChatModel:
@@ -48,7 +48,7 @@ class FrozenChatModel:
 
     async def chat(self, messages: Sequence[Message], options: ChatOptions = ChatOptions()) -> ChatReply:  # noqa: B008 - frozen
         if self._loaded is None:
-            loaded: ChatModel = await run_sync(load_reference(LOAD_FROZEN), self.name)
+            loaded: ChatModel = await run_sync(LOADERS.load("frozen"), self.name)
             self._loaded = loaded
         return await self._loaded.chat(messages, options)
 

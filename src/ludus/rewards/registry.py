@@ -51,13 +51,9 @@ REWARDS = Registry(
         "code_quality": "ludus.rewards.judges:CodeQuality",
         "model_match": "ludus.rewards.judges:ModelMatch",
         "semi_formal": "ludus.rewards.judges:SemiFormal",
-        "visual": "ludus.envs.browser.visual:VisualScore",
         "process_judge": "ludus.rewards.judges:ProcessJudge",
-        "reward_model": "ludus.training.reward_models:ModelReward",
-        "step_model": "ludus.training.reward_models:StepModelReward",
-        "reasoning_gym": "ludus.envs.foreign_tasks:reasoning_gym_score",
-        "verifiers": "ludus.envs.verifiers:verifiers_score",
     },
+    group="ludus.rewards",
 )
 GROUP_REWARDS = Registry(
     "group reward",
@@ -67,6 +63,7 @@ GROUP_REWARDS = Registry(
         "ruler": "ludus.rewards.judges:Ruler",
         "count_bonus": "ludus.rewards.group_rewards:CountBonus",
     },
+    group="ludus.group_rewards",
 )
 
 Spec = str | Mapping[str, Any]

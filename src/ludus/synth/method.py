@@ -9,7 +9,8 @@ calls `make(task)` for each item, many at once, and writes what it returns befor
 kill the same command reads the finished ones and makes the others. Everything that follows from the pieces
 (filters, choices) is computed again, so it must depend on nothing but them and the settings.
 
-Adding one: a module with a `SynthMethod`, and a line in `METHODS`.
+Adding one: a class derived from `SynthMethod`, named by an entry point of the group `ludus.synth` in its
+package's pyproject.toml, or on the command line as `file.py:Class`.
 """
 
 from __future__ import annotations
@@ -46,21 +47,7 @@ POLICY = "policy"
 OnItem = Callable[[str, int, int], None]
 """Called as (stage, items done, items in all) whenever one more item has been made or found."""
 
-METHODS = Registry(
-    "method of synthesis",
-    {
-        "director": "ludus.synth.director:DirectorActor",
-        "echo": "ludus.synth.echo:HindsightRelabelling",
-        "rejection": "ludus.synth.rejection:RejectionSampling",
-        "steca": "ludus.synth.steca:StepCalibration",
-        "tsr": "ludus.synth.search:TrajectorySearch",
-        "magnet": "ludus.synth.magnet:Magnet",
-        "hardgen": "ludus.synth.hardgen:HardGen",
-        "looptool": "ludus.synth.loop.method:LoopTool",
-        "astra": "ludus.synth.astra.method:Astra",
-        "workflows": "ludus.synth.workflows:Workflows",
-    },
-)
+METHODS = Registry("method of synthesis", group="ludus.synth")
 """The methods by name."""
 
 
