@@ -22,7 +22,7 @@ from ludus.core.messages import ToolCall, ToolContext, ToolResult
 from ludus.core.task import Task
 from ludus.tools.library import build_toolset
 from ludus.tools.mcp import MCPServerConfig, is_mcp, mcp_tools
-from ludus.tools.mcp.lines import LineSplitter, LongLine
+from ludus.tools.mcp.stdio import LineSplitter, LongLine
 from ludus.tools.mcp.toolset import MCPTools
 
 SERVER = Path(__file__).parent / "mcp_server.py"

@@ -14,22 +14,20 @@ from hypothesis import strategies as st
 from ludus.core import ConfigError, Fault, Media, Task, ToolContext, ToolResult, ToolSpec
 from ludus.tools import Tool, tool
 from ludus.tools.recording import label_of
-from ludus.tools.recording.keys import (
-    Unkeyable,
-    canonical,
-    next_history,
-    result_digest,
-    root_history,
-    source_version,
-    source_versions,
-    spec_version,
-)
+from ludus.tools.recording.keys import next_history, result_digest, root_history
 from ludus.tools.recording.lookup import (
     BadRecord,
     decode_result,
     decode_specs,
     encode_result,
     encode_specs,
+)
+from ludus.tools.versions import (
+    Unkeyable,
+    canonical,
+    source_version,
+    source_versions,
+    spec_version,
 )
 
 text = st.text(st.characters(codec=None), max_size=20)  # lone surrogates included

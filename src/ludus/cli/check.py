@@ -32,8 +32,8 @@ from ludus.rollouts.row_pictures import undecodable_pictures
 from ludus.rollouts.tasksets import load_tasks
 from ludus.sandbox import close_shared_sandboxes
 from ludus.tools import example_of, shut
+from ludus.tools.json_schema import schema_mistakes
 from ludus.tools.library import build_toolset
-from ludus.tools.schema_mistakes import schema_mistakes
 from ludus.tools.toolset import effects_of
 from ludus.training.config.parts import Parts, TaskSetSpec, load_parts, task_set_specs
 from ludus.training.config.recipe import Recipe

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ludus.chat.formats.base import ParsedAction, split_thinking
 from ludus.core.messages import Message, ToolCall
 from ludus.core.trajectory import Trajectory
-from ludus.tools.recording.keys import Unkeyable, canonical
+from ludus.tools.versions import Unkeyable, canonical
 
 Parse = Callable[[str], ParsedAction]
 """Reads an action's text in the format that it was written in (`ActionFormat.parse`)."""

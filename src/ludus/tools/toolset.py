@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from ludus.core.failures import CannotFork, ConfigError, Fault
 from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSet, ToolSpec
@@ -137,6 +137,13 @@ class CombinedTools:
         """Release what the sets hold for all episodes together."""
         for one in self._sets:
             await shut(one)
+
+
+@runtime_checkable
+class WrappedTools(Protocol):
+    """A tool set around another one, which may be missing."""
+
+    inner: ToolSet | None
 
 
 def effects_of(tools: ToolSet) -> frozenset[str]:

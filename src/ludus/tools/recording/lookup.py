@@ -20,9 +20,10 @@ from ludus.core.failures import Boundary, ConfigError, InfraError
 from ludus.core.messages import Json, ToolContext, ToolResult, ToolSet, ToolSpec
 from ludus.core.strict_json import decode
 from ludus.remote.threads import run_sync
-from ludus.tools.recording.keys import NO_HISTORY, Label, list_key, spec_version, specs_key
+from ludus.tools.recording.keys import NO_HISTORY, Label, list_key, specs_key
 from ludus.tools.recording.store import RecordingStoreError, Store
 from ludus.tools.toolset import LocalTools
+from ludus.tools.versions import spec_version
 from ludus.tools.wire import result_from_json, result_to_json
 
 Choice = TypeVar("Choice", bound=StrEnum)

@@ -29,12 +29,10 @@ from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSet, Tool
 from ludus.tools.recording.keys import (
     NO_HISTORY,
     Label,
-    Unkeyable,
     label_of,
     next_history,
     result_digest,
     root_history,
-    source_versions,
 )
 from ludus.tools.recording.lookup import (
     Mode,
@@ -49,6 +47,7 @@ from ludus.tools.recording.lookup import (
 from ludus.tools.recording.store import Store, open_store
 from ludus.tools.tool import Tool
 from ludus.tools.toolset import as_toolset, effects_of, malformed, shut, unknown_tool
+from ludus.tools.versions import Unkeyable, source_versions
 
 _log = logging.getLogger(__name__)
 
