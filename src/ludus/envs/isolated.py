@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ludus.core import process_worker
 from ludus.core.failures import (
     Boundary,
     CannotFork,
@@ -45,6 +44,7 @@ from ludus.envs.env import (
     takes_text,
 )
 from ludus.envs.tools import ForwardedTool, tools_of
+from ludus.remote import process_worker
 from ludus.remote.processes import CallWorker, NotPicklable
 from ludus.remote.threads import (
     DeadlineExceeded,

@@ -35,8 +35,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ludus.core import process_worker
 from ludus.core.failures import ConfigError
+from ludus.remote import process_worker
 from ludus.remote.threads import DeadlineExceeded, FunctionExited, ThreadExecutor, WorkerError
 
 T = TypeVar("T")

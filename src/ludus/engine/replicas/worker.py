@@ -11,10 +11,10 @@ import os
 import socket
 import sys
 
-from ludus.core import process_worker
 from ludus.core.messages import Json
 from ludus.engine.replicas.frames import pack_frame, read_frame
 from ludus.engine.replicas.served import ServedEngine
+from ludus.remote import process_worker
 
 
 class _Program:

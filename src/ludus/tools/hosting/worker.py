@@ -11,10 +11,10 @@ import asyncio
 import socket
 import sys
 
-from ludus.core import process_worker
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Json, ToolCall, ToolContext
 from ludus.core.registry import load_reference
+from ludus.remote import process_worker
 from ludus.tools.hosting.host import FACTS, LOADER, ToolReference, ask_tools, error_to_json, facts_of
 from ludus.tools.hosting.process_host import pack_frame, read_frame
 from ludus.tools.wire import result_to_json, spec_to_json, task_from_json
