@@ -21,7 +21,7 @@ from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, FinishReason
 from ludus.core.messages import ToolSpec
 from ludus.core.tokenizer import ByteTokenizer, Tokenizer
-from ludus.engine.request import StopChecker
+from ludus.engine.embedded.request import StopChecker
 from ludus.rollouts.replies import read_completion
 from ludus.training import fit_tokenizer
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ludus.engine import BlockManager, BlockPool, BlockTable
-from ludus.engine.block_manager import common_prefix
+from ludus.engine.embedded.block_manager import common_prefix
 
 BLOCK_SIZE = 4
 tokens_lists = st.lists(st.integers(0, 1), min_size=1, max_size=22)

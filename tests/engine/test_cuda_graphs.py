@@ -11,11 +11,11 @@ from engine_models import make, prompts, stock_greedy
 
 from ludus.core import Sampling
 from ludus.engine import EngineCore, Request
-from ludus.engine.cuda import graphs as graphs_module
-from ludus.engine.cuda import prefill
-from ludus.engine.cuda.decode import RowState
-from ludus.engine.cuda.graphs import GraphShape, StepGraphs
-from ludus.engine.cuda.runner import CudaModelRunner
+from ludus.engine.embedded.cuda import graphs as graphs_module
+from ludus.engine.embedded.cuda import prefill
+from ludus.engine.embedded.cuda.decode import RowState
+from ludus.engine.embedded.cuda.graphs import GraphShape, StepGraphs
+from ludus.engine.embedded.cuda.runner import CudaModelRunner
 from ludus.kernels.device import StagingBuffers
 from ludus.model import use_ludus_attention
 

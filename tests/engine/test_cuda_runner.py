@@ -15,14 +15,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ludus.core import EngineError, Sampling
-from ludus.engine import EngineCore, EngineStats, Request, model_runner, paged_check
-from ludus.engine.cuda import prefill
-from ludus.engine.cuda.decode import rows_for
-from ludus.engine.cuda.graphs import GraphShape, StepGraphs, wide_enough
-from ludus.engine.cuda.kv_cache import FixedMemory, KVShape, StaticKVCache
-from ludus.engine.cuda.runner import CudaModelRunner, fingerprint
-from ludus.engine.model_runner import TorchModelRunner
-from ludus.engine.request import Chunk
+from ludus.engine import EngineCore, EngineStats, Request
+from ludus.engine.embedded import paged_check
+from ludus.engine.embedded import runner as runner_module
+from ludus.engine.embedded.cuda import prefill
+from ludus.engine.embedded.cuda.decode import rows_for
+from ludus.engine.embedded.cuda.graphs import GraphShape, StepGraphs, wide_enough
+from ludus.engine.embedded.cuda.kv_cache import FixedMemory, KVShape, StaticKVCache
+from ludus.engine.embedded.cuda.runner import CudaModelRunner, fingerprint
+from ludus.engine.embedded.request import Chunk
+from ludus.engine.embedded.runner import TorchModelRunner
 from ludus.kernels import arrays_to_device
 from ludus.kernels.device import StagingBuffers
 from ludus.model import use_ludus_attention
@@ -372,7 +374,7 @@ def test_kernels_that_do_not_run_are_done_without_and_the_reason_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = make()
-    model_runner._warn_slow.cache_clear()
+    runner_module._warn_slow.cache_clear()
     monkeypatch.setattr(paged_check, "sample_at_temperature", _raise(ValueError("odd vocabulary")))
     worker = _worker(model, lookahead=None)
     assert isinstance(worker._runner, TorchModelRunner)
@@ -385,12 +387,12 @@ def test_kernels_that_do_not_run_are_done_without_and_the_reason_is_told(
 def test_kernels_that_compute_something_else_are_done_without(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model_runner._warn_slow.cache_clear()
+    runner_module._warn_slow.cache_clear()
 
     def zeros(*arguments: Any, **_: Any) -> Tensor:
         return torch.zeros_like(arguments[0])
 
-    monkeypatch.setattr("ludus.engine.paged_attention.paged_decode", zeros)
+    monkeypatch.setattr("ludus.engine.embedded.paged_attention.paged_decode", zeros)
     worker = _worker(make(), lookahead=None)
     assert isinstance(worker._runner, TorchModelRunner)
     assert "other hidden states" in caplog.text

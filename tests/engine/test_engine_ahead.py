@@ -32,7 +32,7 @@ from test_engine_stops import (
 )
 
 from ludus.engine import EngineCore
-from ludus.engine import engine as engine_module
+from ludus.engine.embedded import engine as engine_module
 
 __all__ = [
     "test_a_cancelled_caller_takes_its_request_back",

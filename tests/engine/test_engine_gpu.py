@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from ludus.core import Completion, Sampling
 from ludus.engine import EmbeddedEngine, EngineConfig
-from ludus.engine.cuda.kv_cache import ReservedMemory
-from ludus.engine.cuda.runner import CudaModelRunner
+from ludus.engine.embedded.cuda.kv_cache import ReservedMemory
+from ludus.engine.embedded.cuda.runner import CudaModelRunner
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,7 +15,8 @@ import torch
 from engine_models import make, plain_logprobs, prompts, stock_greedy, until
 
 from ludus.core import ConfigError, Engine, EngineError, FinishReason, Media, Sampling, VersionSpan
-from ludus.engine import EmbeddedEngine, EngineConfig, engine_thread
+from ludus.engine import EmbeddedEngine, EngineConfig
+from ludus.engine.embedded import thread as thread_module
 from ludus.remote.time_limit import time_limit
 
 GREEDY = Sampling(max_tokens=6, temperature=0)
@@ -291,7 +292,7 @@ def test_several_event_loops_one_after_the_other() -> None:
 
 
 def test_a_forgotten_engine_leaves_no_thread_and_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_thread, "_IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(thread_module, "_IDLE_SECONDS", 0.01)
     engine = EmbeddedEngine(make())
     asyncio.run(engine.generate([1, 2, 3], GREEDY))
     thread = engine._thread._thread

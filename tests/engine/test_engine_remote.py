@@ -28,7 +28,7 @@ from ludus.core import (
     Task,
 )
 from ludus.core.tokenizer import SPECIALS
-from ludus.engine.remote import RemoteEngine, RemoteOptions, TranscriptTokenizer
+from ludus.engine.servers import RemoteEngine, RemoteOptions, TranscriptTokenizer
 from ludus.llm import Address
 from ludus.rewards import Scorer, reward
 from ludus.rollouts import Budgets, Rollout

@@ -22,11 +22,11 @@ from vllm_server import VllmTestServer, vllm_server
 from ludus.core import ByteTokenizer, ConfigError, Engine, EngineError, FinishReason, Sampling
 from ludus.core.generation import Completion, VersionSpan
 from ludus.engine import EmbeddedEngine
-from ludus.engine.remote.vllm import VllmEngine
-from ludus.engine.remote.vllm_api import WeightLabel, read_completion, read_next_token, read_scores
-from ludus.engine.remote.vllm_check import ServeOptions, serve_command, shell_line
-from ludus.engine.remote.vllm_server import VllmOptions, VllmServer
-from ludus.engine.remote.vllm_weights import HEAD, with_head
+from ludus.engine.servers.vllm import VllmEngine
+from ludus.engine.servers.vllm_api import WeightLabel, read_completion, read_next_token, read_scores
+from ludus.engine.servers.vllm_check import ServeOptions, serve_command, shell_line
+from ludus.engine.servers.vllm_server import VllmOptions, VllmServer
+from ludus.engine.servers.vllm_weights import HEAD, with_head
 from ludus.llm import Address
 from ludus.llm.http import BadResponse
 

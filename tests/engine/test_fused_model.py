@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from ludus import kernels
-from ludus.engine.paged_attention import DecodeContext, PrefillContext
+from ludus.engine.embedded.paged_attention import DecodeContext, PrefillContext
 from ludus.model import PackedContext, decoder_of, fused_model, hidden_states, use_ludus_attention
 from ludus.model.fused_linear import is_stacked, stacked_linear
 from ludus.model.fused_model import decoder_parts, fused_hidden_states, unsupported

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ludus.core import ConfigError, Sampling
-from ludus.engine import EmbeddedEngine, model_runner
-from ludus.engine.cuda.kv_cache import KVShape
-from ludus.engine.paged_check import usable_kv_shape
+from ludus.engine import EmbeddedEngine
+from ludus.engine.embedded import runner
+from ludus.engine.embedded.cuda.kv_cache import KVShape
+from ludus.engine.embedded.paged_check import usable_kv_shape
 from ludus.model import use_ludus_attention
 from ludus.model.forward import why_not_fused
 from ludus.training import ModelConfig, load_model
@@ -115,8 +116,8 @@ def _without_the_oldest(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def test_wrong_paged_kernels_are_found_in_bfloat16(
     name: str, is_blind: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = f"ludus.engine.paged_attention.{name}"
-    real = getattr(__import__("ludus.engine.paged_attention", fromlist=[name]), name)
+    place = f"ludus.engine.embedded.paged_attention.{name}"
+    real = getattr(__import__("ludus.engine.embedded.paged_attention", fromlist=[name]), name)
     model = sharp_qwen2()
     use_ludus_attention(model)
     monkeypatch.setattr(place, _zeros if is_blind else _without_the_oldest(real))
@@ -126,9 +127,9 @@ def test_wrong_paged_kernels_are_found_in_bfloat16(
 async def test_the_slower_runner_is_announced(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model_runner._warn_slow.cache_clear()
-    monkeypatch.setattr("ludus.engine.paged_attention.paged_decode", _zeros)
-    monkeypatch.setattr("ludus.engine.engine_core.make_runner", _static(model_runner.make_runner))
+    runner._warn_slow.cache_clear()
+    monkeypatch.setattr("ludus.engine.embedded.paged_attention.paged_decode", _zeros)
+    monkeypatch.setattr("ludus.engine.embedded.core.make_runner", _static(runner.make_runner))
     with caplog.at_level(logging.WARNING):
         engine = EmbeddedEngine(sharp_qwen2())
         await engine.generate([1, 2, 3], Sampling(max_tokens=2, temperature=0))

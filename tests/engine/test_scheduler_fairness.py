@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from ludus.core import Sampling
 from ludus.engine import EmbeddedEngine, EngineConfig, Request, Scheduler
-from ludus.engine.block_manager import BlockManager
-from ludus.engine.request import Chunk
+from ludus.engine.embedded.block_manager import BlockManager
+from ludus.engine.embedded.request import Chunk
 
 BLOCK = 4
 

@@ -21,7 +21,7 @@ from ludus.chat import HFTokenizer, Renderer, load_format, load_tokenizer
 from ludus.core import ByteTokenizer, ConfigError, LudusError, Message, Sampling
 from ludus.core.config import apply_overrides
 from ludus.engine import FakeEngine
-from ludus.engine.remote import TranscriptTokenizer
+from ludus.engine.servers import TranscriptTokenizer
 from ludus.envs import Step
 from ludus.observe import RunFolder, undefined
 from ludus.training import (

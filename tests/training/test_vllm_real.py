@@ -30,8 +30,8 @@ import torch
 import ludus
 from ludus.core import FinishReason, Sampling
 from ludus.engine import EmbeddedEngine
-from ludus.engine.remote import VllmEngine, VllmServer
 from ludus.engine.replicas import Canary, CanaryError
+from ludus.engine.servers import VllmEngine, VllmServer
 from ludus.llm import Address
 from ludus.observe import RunFolder
 from ludus.training.config.parts import load_parts

@@ -23,8 +23,8 @@ import ludus
 from ludus.chat.tokenizers import load_tokenizer
 from ludus.cli.main import app
 from ludus.core import ConfigError, EngineError, Sampling
-from ludus.engine.remote import VllmEngine, VllmOptions
 from ludus.engine.replicas import Canary, ReplicaLimits, ReplicatedEngine
+from ludus.engine.servers import VllmEngine, VllmOptions
 from ludus.observe import RunFolder
 from ludus.training import Parts, Recipe
 from ludus.training.rollout_engines import PolicyWeights, write_policy

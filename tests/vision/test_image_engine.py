@@ -17,7 +17,7 @@ from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, Sampling
 from ludus.core.messages import Media, MediaSpan, Message
 from ludus.engine import EmbeddedEngine, EngineConfig, EngineCore
-from ludus.engine.request import Request
+from ludus.engine.embedded.request import Request
 from ludus.model import use_ludus_attention
 from ludus.model.images import virtual_ids, with_virtual_ids
 from ludus.model.pictures import decode_picture

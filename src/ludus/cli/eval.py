@@ -25,7 +25,7 @@ from ludus.core.generation import Sampling
 from ludus.core.messages import Json
 from ludus.core.task import Task
 from ludus.core.trajectory import Group, Trajectory
-from ludus.engine.remote import RemoteOptions
+from ludus.engine.servers import RemoteOptions
 from ludus.llm import is_address
 from ludus.observe import (
     Cell,

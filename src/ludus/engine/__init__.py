@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 from ludus.core.registry import lazy_exports
 
 if TYPE_CHECKING:
-    from ludus.engine.block_manager import BlockManager, BlockPool, BlockTable
     from ludus.engine.config import EngineConfig, EngineStats
-    from ludus.engine.engine import EmbeddedEngine
-    from ludus.engine.engine_core import EngineCore
-    from ludus.engine.engine_thread import AdmissionQueue
+    from ludus.engine.embedded.block_manager import BlockManager, BlockPool, BlockTable
+    from ludus.engine.embedded.core import EngineCore
+    from ludus.engine.embedded.engine import EmbeddedEngine
+    from ludus.engine.embedded.request import Request, StopChecker
+    from ludus.engine.embedded.scheduler import Scheduler
+    from ludus.engine.embedded.thread import AdmissionQueue
     from ludus.engine.fake import FakeCall, FakeEngine
-    from ludus.engine.request import Request, StopChecker
-    from ludus.engine.scheduler import Scheduler
 
 __all__ = [
     "AdmissionQueue",

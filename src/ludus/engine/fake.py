@@ -13,8 +13,8 @@ from ludus.core.generation import Completion, FinishReason, OnTokens, Sampling, 
 from ludus.core.messages import MediaSpan
 from ludus.core.random import uniforms
 from ludus.core.tokenizer import Tokenizer
-from ludus.engine.block_manager import common_prefix
-from ludus.engine.request import StopChecker
+from ludus.engine.embedded.block_manager import common_prefix
+from ludus.engine.embedded.request import StopChecker
 
 Reply = str | Sequence[int]
 Script = Callable[[list[int], Sampling, str | None], Reply]

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from ludus.core.failures import ConfigError
-from ludus.engine.remote import VllmServer
+from ludus.engine.servers import VllmServer
 from ludus.envs import PoolConfig
 from ludus.envs.pool_config import probe_env
 from ludus.llm import Address, is_address

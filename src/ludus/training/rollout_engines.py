@@ -23,7 +23,6 @@ from ludus.chat.tokenizers import HFTokenizer
 from ludus.core.failures import ConfigError
 from ludus.core.messages import MediaSpan
 from ludus.engine import EmbeddedEngine
-from ludus.engine.remote import VllmEngine
 from ludus.engine.replicas import (
     Canary,
     ProcessReplica,
@@ -34,6 +33,7 @@ from ludus.engine.replicas import (
 )
 from ludus.engine.replicas.weight_folders import remove_left_weights
 from ludus.engine.replicas.weight_loading import WEIGHTS
+from ludus.engine.servers import VllmEngine
 from ludus.kernels import on_device, token_logprobs
 from ludus.model import (
     PackedContext,

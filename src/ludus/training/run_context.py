@@ -27,8 +27,8 @@ from ludus.core.task import Task
 from ludus.core.tokenizer import Tokenizer
 from ludus.core.trajectory import StopReason, Trajectory
 from ludus.engine import EmbeddedEngine, FakeEngine
-from ludus.engine.remote import TranscriptTokenizer
 from ludus.engine.replicas import ReplicatedEngine
+from ludus.engine.servers import TranscriptTokenizer
 from ludus.envs import EnvPool, EnvTools, PoolConfig, rename_clashes, tools_of
 from ludus.model import use_ludus_attention
 from ludus.observe import diagnose

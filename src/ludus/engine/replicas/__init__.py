@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ludus.core.registry import lazy_exports
 
 if TYPE_CHECKING:
-    from ludus.engine.replicas.canary import Canary, CanaryError
+    from ludus.engine.canary import Canary, CanaryError
     from ludus.engine.replicas.process import ProcessReplica, ReplicaSettings
     from ludus.engine.replicas.replica import Replica
     from ludus.engine.replicas.replicated import ReplicaLimits, ReplicatedEngine

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, FinishReason, OnTokens, Sampling, VersionSpan
 from ludus.core.messages import MediaSpan
-from ludus.engine.replicas.canary import Canary, CanaryError
+from ludus.engine.canary import Canary, CanaryError
 from ludus.engine.replicas.replica import Replica
 from ludus.engine.replicas.weight_folders import Published, WeightFolders, WeightSource
 from ludus.remote.time_limit import queueing

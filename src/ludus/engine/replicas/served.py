@@ -13,7 +13,7 @@ from ludus.core.generation import Sampling
 from ludus.core.lru import LruCache
 from ludus.core.messages import Json, MediaSpan
 from ludus.engine.config import EngineConfig
-from ludus.engine.engine import EmbeddedEngine
+from ludus.engine.embedded.engine import EmbeddedEngine
 from ludus.engine.replicas.frames import (
     pack_completion,
     pack_logprobs,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ludus.core.messages import MediaSpan
-from ludus.engine.replicas.canary import Canary
+from ludus.engine.canary import Canary
 from ludus.remote.processes import ScratchFolder, remove_left_folders
 
 log = logging.getLogger(__name__)

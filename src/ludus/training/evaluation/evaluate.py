@@ -16,7 +16,7 @@ from ludus.core.random import key
 from ludus.core.task import Task
 from ludus.core.tokenizer import Tokenizer
 from ludus.core.trajectory import Group, Trajectory
-from ludus.engine.remote import RemoteEngine, RemoteOptions, TranscriptTokenizer
+from ludus.engine.servers import RemoteEngine, RemoteOptions, TranscriptTokenizer
 from ludus.llm import Address, is_address
 from ludus.observe import RunFolder, rollout_metrics, set_metrics
 from ludus.rollouts.rollout import Rollout

@@ -28,7 +28,7 @@ from ludus.core.generation import Completion, FinishReason, OnTokens, Sampling, 
 from ludus.core.messages import Json, MediaSpan
 from ludus.core.pictures import not_shown
 from ludus.core.tokenizer import Tokenizer
-from ludus.engine.remote.vllm_api import (
+from ludus.engine.servers.vllm_api import (
     WeightLabel,
     generate_body,
     next_token_body,
@@ -37,8 +37,8 @@ from ludus.engine.remote.vllm_api import (
     read_scores,
     score_body,
 )
-from ludus.engine.remote.vllm_server import VllmOptions, VllmServer
-from ludus.engine.remote.vllm_weights import model_config, with_head
+from ludus.engine.servers.vllm_server import VllmOptions, VllmServer
+from ludus.engine.servers.vllm_weights import model_config, with_head
 from ludus.llm.address import Address
 from ludus.llm.http import BadResponse, ConnectionFailed
 

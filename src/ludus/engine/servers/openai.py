@@ -24,7 +24,7 @@ from ludus.core.generation import Completion, FinishReason, OnTokens, Sampling
 from ludus.core.messages import MediaSpan
 from ludus.core.pictures import not_shown
 from ludus.core.tokenizer import Tokenizer
-from ludus.engine.remote.openai_api import (
+from ludus.engine.servers.openai_api import (
     MOST_STOPS,
     Answer,
     TranscriptTokenizer,

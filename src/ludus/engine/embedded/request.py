@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ludus.core.generation import Completion, FinishReason, Sampling, VersionSpan, first_stop
 from ludus.core.messages import MediaSpan
-from ludus.engine.block_manager import BlockTable
+from ludus.engine.embedded.block_manager import BlockTable
 
 Decode = Callable[[Sequence[int]], str]
 

@@ -6,7 +6,7 @@ delivers what is finished, and the new tokens of requests with `on_tokens`, with
 Everything that touches the scheduler runs on the thread, between steps, in the order in which it was asked
 for. `max_waiting` bounds the scheduler's queue: callers beyond it wait in an `AdmissionQueue`. The thread ends
 after a while without work and starts again with the next request, so that a forgotten engine leaves no thread
-behind. On a GPU a step is launched while the one before it runs (see `engine_core`); a pause, new weights and a
+behind. On a GPU a step is launched while the one before it runs (see `core.py`); a pause, new weights and a
 closing engine wait for both.
 """
 
@@ -27,10 +27,10 @@ from ludus.core.generation import Completion, FinishReason, OnTokens, Sampling, 
 from ludus.core.messages import MediaSpan
 from ludus.core.tokenizer import Tokenizer
 from ludus.engine.config import EngineConfig, EngineStats
-from ludus.engine.engine_core import EngineCore
-from ludus.engine.engine_thread import AdmissionQueue, EngineThread, ReplyFuture, TokenStream
-from ludus.engine.kv_cache_size import cache_blocks, max_step_tokens, releases_memory
-from ludus.engine.request import Decode, Marks, Request, StopChecker
+from ludus.engine.embedded.core import EngineCore
+from ludus.engine.embedded.kv_cache_size import cache_blocks, max_step_tokens, releases_memory
+from ludus.engine.embedded.request import Decode, Marks, Request, StopChecker
+from ludus.engine.embedded.thread import AdmissionQueue, EngineThread, ReplyFuture, TokenStream
 from ludus.model.hf_model import context_limit, sampling_mode, unwrapped, vocabulary_size
 from ludus.model.images import images_of, with_virtual_ids
 from ludus.model.probes import use_ludus_attention

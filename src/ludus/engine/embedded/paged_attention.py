@@ -20,7 +20,7 @@ from ludus.kernels.layers import store_kv
 from ludus.model.attention import AttentionParams, attend, attend_once, positional_mask, split_by_length
 
 if TYPE_CHECKING:
-    from ludus.engine.cuda.kv_cache import StaticKVCache
+    from ludus.engine.embedded.cuda.kv_cache import StaticKVCache
 
 
 class KVCache(Protocol):

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from ludus.engine.config import EngineStats
-from ludus.engine.cuda.kv_cache import KVShape, StaticKVCache
-from ludus.engine.paged_attention import KVCache, PagedBatch, PagedContext, TorchKVCache
-from ludus.engine.request import Chunk
-from ludus.engine.sampler import log_softmax_at, sample_with_params
+from ludus.engine.embedded.cuda.kv_cache import KVShape, StaticKVCache
+from ludus.engine.embedded.paged_attention import KVCache, PagedBatch, PagedContext, TorchKVCache
+from ludus.engine.embedded.request import Chunk
+from ludus.engine.embedded.sampler import log_softmax_at, sample_with_params
 from ludus.model.forward import head_logits, hidden_states
 from ludus.model.hf_model import (
     context_limit,
@@ -171,8 +171,8 @@ def make_runner(
     The CUDA runner is chosen on a GPU, if a trial of the paged kernels on the model succeeds.
     """
     # imported here because both import this module
-    from ludus.engine.cuda.runner import CudaModelRunner
-    from ludus.engine.paged_check import usable_kv_shape
+    from ludus.engine.embedded.cuda.runner import CudaModelRunner
+    from ludus.engine.embedded.paged_check import usable_kv_shape
 
     device = device_of(model)
     on_gpu = device.type == "cuda"

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from ludus.core.registry import lazy_exports
 
 if TYPE_CHECKING:
-    from ludus.engine.remote.engine import RemoteEngine, RemoteOptions
-    from ludus.engine.remote.openai_api import TranscriptTokenizer
-    from ludus.engine.remote.vllm import VllmEngine
-    from ludus.engine.remote.vllm_server import VllmOptions, VllmServer
+    from ludus.engine.servers.openai import RemoteEngine, RemoteOptions
+    from ludus.engine.servers.openai_api import TranscriptTokenizer
+    from ludus.engine.servers.vllm import VllmEngine
+    from ludus.engine.servers.vllm_server import VllmOptions, VllmServer
 
 __all__ = [
     "RemoteEngine",

@@ -18,7 +18,7 @@ from typing import Any
 from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, FinishReason, Sampling, VersionSpan
 from ludus.core.messages import Json
-from ludus.engine.request import Decode, StopChecker
+from ludus.engine.embedded.request import Decode, StopChecker
 from ludus.llm.http import BadResponse
 
 REQUEST_PREFIX = "generate-tokens-"

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from ludus.engine.config import EngineStats
-from ludus.engine.cuda.decode import DecodeStep, RowSampling, RowState
-from ludus.engine.cuda.graphs import StepGraphs
-from ludus.engine.cuda.kv_cache import StaticKVCache
-from ludus.engine.cuda.prefill import PrefillStep, StepParts
-from ludus.engine.model_runner import StepResults, sample_chunks
-from ludus.engine.request import Chunk
+from ludus.engine.embedded.cuda.decode import DecodeStep, RowSampling, RowState
+from ludus.engine.embedded.cuda.graphs import StepGraphs
+from ludus.engine.embedded.cuda.kv_cache import StaticKVCache
+from ludus.engine.embedded.cuda.prefill import PrefillStep, StepParts
+from ludus.engine.embedded.request import Chunk
+from ludus.engine.embedded.runner import StepResults, sample_chunks
 from ludus.kernels.device import on_device
 from ludus.model.hf_model import device_of
 from ludus.model.image_features import forget_features

@@ -28,8 +28,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ludus.core.failures import EngineError
-from ludus.engine.block_manager import BlockManager, BlockTable, common_prefix
-from ludus.engine.request import Chunk, Request
+from ludus.engine.embedded.block_manager import BlockManager, BlockTable, common_prefix
+from ludus.engine.embedded.request import Chunk, Request
 
 _LOOKED_AT = 256
 """How many waiting requests are looked at for one that may pass a long prompt."""

@@ -15,11 +15,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from ludus.engine.cuda.graphs import GraphShape, StepGraphs, wide_enough
-from ludus.engine.cuda.kv_cache import StaticKVCache
-from ludus.engine.paged_attention import DecodeContext
-from ludus.engine.request import Chunk
-from ludus.engine.sampler import seed_of, uniforms_at
+from ludus.engine.embedded.cuda.graphs import GraphShape, StepGraphs, wide_enough
+from ludus.engine.embedded.cuda.kv_cache import StaticKVCache
+from ludus.engine.embedded.paged_attention import DecodeContext
+from ludus.engine.embedded.request import Chunk
+from ludus.engine.embedded.sampler import seed_of, uniforms_at
 from ludus.kernels import sample_at_temperature
 from ludus.kernels.device import Array, StagingBuffers
 from ludus.model.forward import head_logits, hidden_states

@@ -1,7 +1,7 @@
 """What a vLLM server must be so that it can be trained on: found out before the first episode. Pure.
 
 Each problem names the flag or the setting that mends it. What cannot be asked for is measured: the canary
-compares log-probabilities after every update (`engine/replicas/canary.py`).
+compares log-probabilities after every update (`engine/canary.py`).
 """
 
 from __future__ import annotations

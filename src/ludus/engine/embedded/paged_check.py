@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ludus.engine.cuda.kv_cache import FixedMemory, KVShape, StaticKVCache
-from ludus.engine.paged_attention import DecodeContext, PrefillContext
+from ludus.engine.embedded.cuda.kv_cache import FixedMemory, KVShape, StaticKVCache
+from ludus.engine.embedded.paged_attention import DecodeContext, PrefillContext
 from ludus.kernels import sample_at_temperature, unavailable
 from ludus.kernels.device import on_device
 from ludus.model.attention import AttentionParams

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 from ludus.core.failures import ConfigError, EngineError
 from ludus.core.messages import Json
-from ludus.engine.remote.deadlines import Deadlines
-from ludus.engine.remote.vllm_api import REQUEST_PREFIX
-from ludus.engine.remote.vllm_check import (
+from ludus.engine.servers.deadlines import Deadlines
+from ludus.engine.servers.vllm_api import REQUEST_PREFIX
+from ludus.engine.servers.vllm_check import (
     DEV_MODE,
     SCALE_OUT,
     SERVE_COMMAND,
@@ -24,7 +24,7 @@ from ludus.engine.remote.vllm_check import (
     setting_problems,
     shape_problems,
 )
-from ludus.engine.remote.vllm_weights import model_config
+from ludus.engine.servers.vllm_weights import model_config
 from ludus.llm.address import API_KEY, Address
 from ludus.llm.http import (
     ConnectionFailed,

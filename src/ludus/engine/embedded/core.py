@@ -19,11 +19,11 @@ from torch import nn
 
 from ludus.core.failures import Aborted, EngineError
 from ludus.core.generation import FinishReason
-from ludus.engine.block_manager import BlockManager
 from ludus.engine.config import EngineStats
-from ludus.engine.model_runner import PendingStep, StepResults, make_runner
-from ludus.engine.request import Chunk, Request
-from ludus.engine.scheduler import Scheduler
+from ludus.engine.embedded.block_manager import BlockManager
+from ludus.engine.embedded.request import Chunk, Request
+from ludus.engine.embedded.runner import PendingStep, StepResults, make_runner
+from ludus.engine.embedded.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)
 

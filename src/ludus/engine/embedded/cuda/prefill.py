@@ -17,12 +17,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from ludus.engine.cuda.decode import DecodeStep, RowSampling, RowState
-from ludus.engine.cuda.graphs import GraphShape, StepGraphs, wide_enough
-from ludus.engine.cuda.kv_cache import StaticKVCache
-from ludus.engine.model_runner import embedded_chunks, flat_batch, sample_chunks, score
-from ludus.engine.paged_attention import PrefillContext
-from ludus.engine.request import Chunk
+from ludus.engine.embedded.cuda.decode import DecodeStep, RowSampling, RowState
+from ludus.engine.embedded.cuda.graphs import GraphShape, StepGraphs, wide_enough
+from ludus.engine.embedded.cuda.kv_cache import StaticKVCache
+from ludus.engine.embedded.paged_attention import PrefillContext
+from ludus.engine.embedded.request import Chunk
+from ludus.engine.embedded.runner import embedded_chunks, flat_batch, sample_chunks, score
 from ludus.kernels import sample_at_temperature
 from ludus.kernels.device import Array, StagingBuffers, arrays_to_device
 from ludus.model.forward import head_logits, hidden_states
