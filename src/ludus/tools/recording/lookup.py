@@ -97,17 +97,28 @@ class RecordingStats:
     """Episodes for which the real tools were opened."""
 
 
-class RecordedCalls:
-    """Looks results up and writes them, by the rules of a mode; counts both."""
+class Records:
+    """Finds and writes results and lists of tools, by the rules of a mode; counts both.
 
-    def __init__(self, store: Store, mode: Mode, stats: RecordingStats) -> None:
-        self._store, self._mode, self._stats = store, mode, stats
+    A list is kept by its content, and a short note says which list there was after which history. The note
+    without a history points at the *usual* list: the one seen last, for tasks that were never recorded. Tools
+    of this process can always be listed; their list is written for those who replay without the tools.
+    """
+
+    def __init__(
+        self, inner: ToolSet | None, store: Store, name: str, versions: Mapping[str, str], mode: Mode
+    ) -> None:
+        self.statistics = RecordingStats()
+        self._inner, self._store, self._name, self._mode = inner, store, name, mode
+        self._versions = dict(versions)
+        self._known_lists: dict[str, Specs] = {}
+        self._usual = ""
 
     async def find(self, label: Label) -> ToolResult | None:
         """The recorded result; None where calling is allowed, a typed failure where it is not."""
         data = await self._store.get(label.key)
         if data is None:
-            self._stats.misses += 1
+            self.statistics.misses += 1
             if self._mode is Mode.REPLAY:
                 near = await self._store.similar(label, _COMPARED_FOR_A_MISS)
                 raise InfraError(Boundary.TOOL, explain_miss(label, near), retriable=False)
@@ -117,7 +128,7 @@ class RecordedCalls:
         except BadRecord as error:
             message = f"the record of a call of {label.tool!r} is damaged: {error}; record it anew"
             raise RecordingStoreError(message, retriable=False) from error
-        self._stats.hits += 1
+        self.statistics.hits += 1
         return result
 
     async def keep(self, label: Label, result: ToolResult) -> None:
@@ -129,75 +140,51 @@ class RecordedCalls:
             message = f"what the tool {label.tool!r} gave cannot be recorded: {error}"
             raise InfraError(Boundary.TOOL, message, retriable=False) from error
         await self._store.put(label.key, data, label=label, replace=self._mode is Mode.RECORD)
-        self._stats.recorded += 1
-
-
-class RecordedLists:
-    """The recorded lists of tools of one set: what the model is told, with the version of each tool.
-
-    A list is kept by its content, and a short note says which list there was after which history. The note
-    without a history points at the *usual* list: the one seen last, for tasks that were never recorded. Tools
-    of this process can always be listed; their list is written for those who replay without the tools.
-    """
-
-    def __init__(
-        self, inner: ToolSet | None, store: Store, name: str, versions: Mapping[str, str], mode: Mode
-    ) -> None:
-        self._inner, self._store, self._name, self._mode = inner, store, name, mode
-        self._versions = dict(versions)
-        self._read: dict[str, Specs] = {}
-        self._usual = ""
+        self.statistics.recorded += 1
 
     @property
     def is_local(self) -> bool:
         """Whether the list can be had without opening anything."""
         return isinstance(self._inner, LocalTools)
 
-    async def real(self, history: str, context: ToolContext) -> Specs:
+    async def real_list(self, history: str, context: ToolContext) -> Specs:
         """What the real set lists now; written down unless this only replays."""
         assert self._inner is not None
         specs = [(spec, self._version(spec)) for spec in await self._inner.list(context)]
         if self._mode is not Mode.REPLAY:
-            await self._write(specs, NO_HISTORY if self.is_local else history)
+            await self._keep_list(specs, NO_HISTORY if self.is_local else history)
         return specs
 
-    async def recorded(self, history: str, context: ToolContext, *, or_usual: bool) -> Specs | None:
-        """The list recorded after `history`, or else the usual one; always known for local tools."""
+    async def recorded_list(self, history: str, context: ToolContext, *, or_usual: bool) -> Specs | None:
+        """The list recorded after `history`, or else the usual one; always known for local tools.
+
+        In the mode replay, to have none is a failure.
+        """
         if self.is_local:
-            return await self.real(history, context)
+            return await self.real_list(history, context)
         note = await self._store.get(specs_key(self._name, history))
         if note is None and or_usual:
             note = await self._store.get(specs_key(self._name, NO_HISTORY))
-        return None if note is None else await self._read_list(note.decode("ascii", "replace"))
-
-    async def unopened(self, root: str, context: ToolContext) -> Specs:
-        """The list for somebody who asks before, or without, opening the set."""
-        if self._mode is not Mode.RECORD:
-            found = await self.recorded(root, context, or_usual=True)
-            if found is not None:
-                return found
-            if self._mode is Mode.REPLAY:
-                raise self.miss()
-        return await self.real(NO_HISTORY, context)
-
-    def miss(self) -> InfraError:
-        """The failure of a replay that does not even know the tools."""
+        if note is not None:
+            return await self._kept_list(note.decode("ascii", "replace"))
+        if self._mode is not Mode.REPLAY:
+            return None
         message = (
             f"no list of tools is recorded for the set {self._name!r}; record one (mode record or "
             "replay_or_call), or give the name that was used for recording"
         )
-        return InfraError(Boundary.TOOL, message, retriable=False)
+        raise InfraError(Boundary.TOOL, message, retriable=False)
 
     def _version(self, spec: ToolSpec) -> str:
         return spec_version(spec, self._versions.get(spec.name, ""))
 
-    async def _write(self, specs: list[tuple[ToolSpec, str]], history: str) -> None:
+    async def _keep_list(self, specs: list[tuple[ToolSpec, str]], history: str) -> None:
         data = encode_specs(specs)
         where = list_key(data)
         note = where.encode("ascii")
-        if where not in self._read:
+        if where not in self._known_lists:
             await self._store.put(where, data, label=None, replace=False)
-            self._read[where] = specs
+            self._known_lists[where] = specs
         if history != NO_HISTORY:
             key = specs_key(self._name, history)
             await self._store.put(key, note, label=None, replace=self._mode is Mode.RECORD)
@@ -205,8 +192,8 @@ class RecordedLists:
             await self._store.put(specs_key(self._name, NO_HISTORY), note, label=None, replace=True)
             self._usual = where
 
-    async def _read_list(self, where: str) -> Specs:
-        if where not in self._read:
+    async def _kept_list(self, where: str) -> Specs:
+        if where not in self._known_lists:
             data = await self._store.get(where)
             try:
                 if data is None:
@@ -215,18 +202,18 @@ class RecordedLists:
             except BadRecord as error:
                 message = f"the recorded list of tools is damaged: {error}; record anew"
                 raise RecordingStoreError(message, retriable=False) from error
-            self._read[where] = [
+            self._known_lists[where] = [
                 (spec, self._version(spec) if spec.name in self._versions else version)
                 for spec, version in specs
             ]
-        return self._read[where]
+        return self._known_lists[where]
 
 
 # Records as bytes
 
 
 class BadRecord(ValueError):
-    """Bytes that are no record of ours."""
+    """Bytes that are no record."""
 
 
 def encode_result(result: ToolResult) -> bytes:

@@ -37,9 +37,8 @@ from ludus.tools.recording.keys import (
 from ludus.tools.recording.lookup import (
     Mode,
     OnDivergence,
-    RecordedCalls,
-    RecordedLists,
     RecordingStats,
+    Records,
     Scope,
     Specs,
     chosen,
@@ -117,13 +116,16 @@ class RecordedTools:
         if isinstance(stateless, str):
             raise ConfigError(f"stateless is a list of names: write stateless=[{stateless!r}]")
         self.stateless = frozenset(stateless)
-        self.statistics = RecordingStats()
         self.inner, self._store = inner, store
         self._per_episode = chosen(Scope, scope, "scope") is Scope.EPISODE
-        self._calls = RecordedCalls(store, self.mode, self.statistics)
-        self._lists = RecordedLists(inner, store, name, versions or {}, self.mode)
+        self._records = Records(inner, store, name, versions or {}, self.mode)
         self._episodes: dict[str, _EpisodeState] = {}
         self._running: dict[str, asyncio.Future[ToolResult | None]] = {}
+
+    @property
+    def statistics(self) -> RecordingStats:
+        """Counters over all episodes."""
+        return self._records.statistics
 
     def effects(self) -> frozenset[str]:
         """As the real tools say; a call that is not recorded reaches them."""
@@ -141,7 +143,7 @@ class RecordedTools:
             async with state.turn:
                 state.learn(await self._specs(state, context))
             unknown = self.stateless - {_ALL} - set(state.tools)
-            if unknown and self._lists.is_local:  # the list of another set may change
+            if unknown and self._records.is_local:  # the list of another set may change
                 known = ", ".join(sorted(state.tools)) or "none"
                 raise ConfigError(f"stateless names {min(unknown)!r}, but the tools are: {known}")
         except BaseException:
@@ -155,8 +157,7 @@ class RecordedTools:
         """The tools that can be called now; from the recording where there is one for this moment."""
         state = self._episodes.get(context.episode)
         if state is None:
-            root = root_history(context, per_episode=self._per_episode)
-            return [spec for spec, _ in await self._lists.unopened(root, context)]
+            return [spec for spec, _ in await self._specs_unopened(context)]
         if state in _inside.get():
             return await self._real.list(context)
         async with state.turn:
@@ -227,18 +228,23 @@ class RecordedTools:
 
     async def _specs(self, state: _EpisodeState, context: ToolContext) -> Specs:
         """The tools now. The caller holds `state.turn`."""
-        if state.is_detached:
-            return await self._lists.real(NO_HISTORY, context)
-        if state.is_open and not state.behind:
-            return await self._lists.real(state.history, context)
-        or_usual = self.mode is Mode.REPLAY or state.history == state.root
-        found = await self._lists.recorded(state.history, context, or_usual=or_usual)
-        if found is not None:
-            return found
-        if self.mode is Mode.REPLAY:
-            raise self._lists.miss()
-        in_step = await self._catch_up(state, context)
-        return await self._lists.real(state.history if in_step else NO_HISTORY, context)
+        if not (state.is_detached or (state.is_open and not state.behind)):
+            or_usual = self.mode is Mode.REPLAY or state.history == state.root
+            found = await self._records.recorded_list(state.history, context, or_usual=or_usual)
+            if found is not None:
+                return found
+            await self._catch_up(state, context)
+        history = NO_HISTORY if state.is_detached else state.history
+        return await self._records.real_list(history, context)
+
+    async def _specs_unopened(self, context: ToolContext) -> Specs:
+        """The list for a caller that asks before, or without, opening the set."""
+        if self.mode is not Mode.RECORD:
+            root = root_history(context, per_episode=self._per_episode)
+            found = await self._records.recorded_list(root, context, or_usual=True)
+            if found is not None:
+                return found
+        return await self._records.real_list(NO_HISTORY, context)
 
     async def _stateless_call(
         self, state: _EpisodeState, call: ToolCall, context: ToolContext
@@ -255,7 +261,7 @@ class RecordedTools:
         mine = self._running[label.key] = asyncio.get_running_loop().create_future()
         result: ToolResult | None = None
         try:
-            result = await self._calls.find(label)
+            result = await self._records.find(label)
             if result is None:
                 result = await self._call_and_keep(state, call, context, label)
         finally:
@@ -271,7 +277,7 @@ class RecordedTools:
         if state.broken:
             raise _failure(state.broken)
         label = label_of(call.name, state.tools[call.name], state.history, call.arguments)
-        result = None if self.mode is Mode.RECORD else await self._calls.find(label)
+        result = None if self.mode is Mode.RECORD else await self._records.find(label)
         if result is not None:
             if self.mode is Mode.REPLAY_OR_CALL:
                 state.behind.append((call, result))
@@ -298,7 +304,7 @@ class RecordedTools:
         self, state: _EpisodeState, call: ToolCall, context: ToolContext, label: Label
     ) -> ToolResult:
         result = await self._call_real(state, call, context)
-        await self._calls.keep(label, result)
+        await self._records.keep(label, result)
         return result
 
     async def _catch_up(self, state: _EpisodeState, context: ToolContext) -> bool:

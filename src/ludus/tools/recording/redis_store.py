@@ -1,9 +1,8 @@
 """Recordings in Redis, shared by machines.
 
-The client is the blocking one, in at most `_CONNECTIONS` threads of the store's own with a connection
-each: it works from any event loop, and callers queue for a thread. Every answer has a deadline, so a
-server that hangs is a typed failure after `timeout` seconds, or a few times that where the client
-retries.
+The client is the blocking one, in at most `_most_threads` threads of the store's own with a connection each;
+callers queue for a thread. Every answer has a deadline: a server that hangs is a typed failure after `timeout`
+seconds, or a few times that where the client retries.
 
 Beside the records there is one short list for each tool, of the labels recorded last: it is only read to
 explain a miss, and may lag behind or hold what has expired.
@@ -14,26 +13,26 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from ludus.core.failures import ConfigError, MissingExtraError
 from ludus.remote.threads import WorkerError
 from ludus.tools.recording.keys import Label
-from ludus.tools.recording.store import RecordingStoreError, StoreThreads
+from ludus.tools.recording.store import RecordingStoreError, ThreadedStore
 
 if TYPE_CHECKING:
     import redis
 
 T = TypeVar("T")
 
-_CONNECTIONS = 16
 _LABELS_KEPT = 200
 
 
-class RedisStore:
+class RedisStore(ThreadedStore["redis.Redis"]):
     """Records by the address of a server: `redis://[user:password@]host:port/db`."""
+
+    _most_threads = 16
 
     def __init__(
         self,
@@ -44,6 +43,7 @@ class RedisStore:
         prefix: str = "ludus:recording:1",
     ) -> None:
         """`expire_seconds` lets the server forget records after that time."""
+        super().__init__()
         if expire_seconds is not None and expire_seconds < 1:
             raise ConfigError(f"expire_seconds must be at least 1, not {expire_seconds}")
         self.where = _shown(address)
@@ -52,8 +52,6 @@ class RedisStore:
         self.timeout = timeout
         self.prefix = prefix
         self._address = address
-        self._threads = StoreThreads(_CONNECTIONS)
-        self._client: redis.Redis | None = None
 
     async def get(self, key: str) -> bytes | None:
         data: bytes | None = await self._run(lambda client: client.get(self._name("call", key)))
@@ -79,37 +77,22 @@ class RedisStore:
             lambda client: client.lrange(self._name("tool", label.tool), 0, _LABELS_KEPT - 1)
         )
         labels = [one for one in map(_label, dict.fromkeys(rows)) if one is not None]
-        return sorted(labels, key=lambda one: -_agreement(one, label))[:most]
 
-    async def close(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            await self._threads.run(client.close)
-            await self._threads.run(client.connection_pool.disconnect)
-            await self._threads.close()
+        def difference(one: Label) -> tuple[bool, bool]:
+            return one.arguments_digest != label.arguments_digest, one.history != label.history
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        make = partial(
-            RedisStore,
-            self._address,
-            expire_seconds=self.expire_seconds,
-            timeout=self.timeout,
-            prefix=self.prefix,
-        )
-        return make, ()
+        return sorted(labels, key=difference)[:most]
 
     def _name(self, kind: str, what: str) -> bytes:
         return f"{self.prefix}:{kind}:{what}".encode("utf-8", "backslashreplace")
 
     def _connect(self) -> redis.Redis:
-        try:
-            import redis
-        except ImportError:
-            raise MissingExtraError("redis", "redis", "a recording in Redis") from None
+        import redis
+
         try:
             pool = redis.BlockingConnectionPool.from_url(
                 self._address,
-                max_connections=_CONNECTIONS,
+                max_connections=self._most_threads,
                 timeout=self.timeout,
                 socket_timeout=self.timeout,
                 socket_connect_timeout=self.timeout,
@@ -118,12 +101,17 @@ class RedisStore:
             raise ConfigError(f"{self.where} is no address of a Redis server: {error}") from None
         return redis.Redis.from_pool(pool)
 
-    async def _run(self, action: Callable[[redis.Redis], Any]) -> Any:
-        client = self._client = self._client or self._connect()
-        from redis import exceptions
+    def _disconnect(self, client: redis.Redis) -> None:
+        client.close()
+        client.connection_pool.disconnect()
 
+    async def _run(self, action: Callable[[redis.Redis], Any]) -> Any:
         try:
-            return await self._threads.run(action, client)
+            from redis import exceptions
+        except ImportError:
+            raise MissingExtraError("redis", "redis", "a recording in Redis") from None
+        try:
+            return await self._in_thread(action)
         except (exceptions.AuthenticationError, exceptions.NoPermissionError) as error:
             raise ConfigError(
                 f"the Redis server at {self.where} refuses us ({error}); put user and password into the "
@@ -153,14 +141,9 @@ def _shown(address: str) -> str:
 
 
 def _label(row: bytes) -> Label | None:
-    """What `put` wrote; None for what somebody else did."""
+    """What `put` wrote; None for what another program wrote."""
     try:
         tool, version, history, arguments_digest, arguments = json.loads(row)
     except (ValueError, TypeError):
         return None
     return Label(str(tool), str(version), str(history), str(arguments_digest), str(arguments))
-
-
-def _agreement(one: Label, other: Label) -> int:
-    same_arguments = one.arguments_digest == other.arguments_digest
-    return 2 * same_arguments + (one.history == other.history)

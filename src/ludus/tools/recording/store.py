@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
 from ludus.core.failures import Boundary, ConfigError, InfraError
 from ludus.remote.threads import ThreadExecutor
@@ -45,10 +46,11 @@ def open_store(address: str | Path, *, must_exist: bool = False) -> Store:
     Nothing is opened before the first use. `must_exist` is for replaying: a file that is not there is
     an error rather than an empty recording, and is opened for reading only.
     """
+    from ludus.tools.recording.redis_store import RedisStore
+    from ludus.tools.recording.sqlite_store import SQLiteStore
+
     text = str(address)
     if text.startswith(("redis://", "rediss://")):
-        from ludus.tools.recording.redis_store import RedisStore
-
         return RedisStore(text)
     if "://" in text:
         raise ConfigError(
@@ -57,34 +59,71 @@ def open_store(address: str | Path, *, must_exist: bool = False) -> Store:
         )
     if not text:
         raise ConfigError("a recording needs a path, or an address such as redis://localhost:6379/0")
-    from ludus.tools.recording.sqlite_store import SQLiteStore
-
     return SQLiteStore(text, read_only=must_exist)
 
 
 T = TypeVar("T")
+Client = TypeVar("Client")
+_OF_PROCESS = {"_process", "_lock", "_client", "_threads"}
 
 
-class StoreThreads:
-    """At most `most` daemon threads of a store's own, so that slow tools never hold up the recording.
+class ThreadedStore(Generic[Client]):
+    """A store behind a blocking client, which is opened at the first use and works in threads of its own.
 
-    They start when needed; after a fork, or after `close`, there are new ones.
+    So any event loop can use it, and slow tools never hold up the recording. A fork starts with a new client
+    and new threads: the parent's client must not be used, nor even closed, on the other side of a fork.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._executor: ThreadExecutor | None = None
-        self._process = 0
+    _most_threads: ClassVar[int]
+    _client: Client | None
+    _threads: ThreadExecutor | None
 
-    async def run(self, function: Callable[..., T], *args: Any) -> T:
-        """The function's result; `WorkerError` when no thread can be had."""
-        if self._executor is None or self._process != os.getpid():
-            self._executor = ThreadExecutor(self._most, name="ludus-recording")
-            self._process = os.getpid()
-        return await self._executor.run(function, *args)
+    def __init__(self) -> None:
+        self._forget()
+
+    def _connect(self) -> Client:
+        raise NotImplementedError
+
+    def _disconnect(self, client: Client) -> None:
+        raise NotImplementedError
+
+    async def _in_thread(self, action: Callable[[Client], T]) -> T:
+        """What `action` makes of the client; `WorkerError` when no thread can be had."""
+        if self._process != os.getpid():
+            self._forget()
+        if self._threads is None:
+            self._threads = ThreadExecutor(self._most_threads, name="ludus-recording")
+        return await self._threads.run(self._with_client, action)
+
+    def _with_client(self, action: Callable[[Client], T]) -> T:
+        with self._lock:
+            if self._client is None:
+                self._client = self._connect()
+            client = self._client
+        return action(client)
 
     async def close(self) -> None:
-        """Let the threads end; what still waits fails."""
-        executor, self._executor = self._executor, None
-        if executor is not None and self._process == os.getpid():
-            await executor.close()
+        """Release the client and let the threads end; what still waits fails."""
+        threads, self._threads = self._threads, None
+        if threads is not None and self._process == os.getpid():
+            await threads.run(self._close)
+            await threads.close()
+
+    def _close(self) -> None:
+        with self._lock:
+            client, self._client = self._client, None
+            if client is not None:
+                self._disconnect(client)
+
+    def _forget(self) -> None:
+        self._process = os.getpid()
+        self._lock = threading.RLock()
+        self._client = None
+        self._threads = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in _OF_PROCESS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._forget()
