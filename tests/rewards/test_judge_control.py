@@ -17,7 +17,7 @@ from judge_script import attempts_in, code_in, ranking, verdict
 from ludus.core import Group, InfraError, Message, Segment, SegmentKind, StopReason, Task, Trajectory
 from ludus.observe import rollout_metrics
 from ludus.rewards import Scorer, build_group_reward, build_reward
-from ludus.rewards.judges.verdict import blank_picture
+from ludus.rewards.judges.asking import blank_picture
 from openai_server import OpenAIServer, Raw, chat, cut_off, error, serving
 
 Json = dict[str, Any]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ludus.core.messages import ToolSpec
-from ludus.synth.call_paths import (
+from ludus.synth.paths.call_paths import (
     CallPath,
     FromResult,
     FromUser,
@@ -19,8 +19,8 @@ from ludus.synth.call_paths import (
     plan_paths,
     schema_values,
 )
-from ludus.synth.schema_fit import fits
-from ludus.synth.signature_graph import ParameterNode, ReturnNode, SignatureGraph, names_fit
+from ludus.synth.paths.schema_fit import fits
+from ludus.synth.paths.signature_graph import ParameterNode, ReturnNode, SignatureGraph, names_fit
 
 FIELDS = ["flight_id", "city", "price", "user_id", "date_from", "seats"]
 SCALARS: list[dict[str, Any]] = [

@@ -23,11 +23,11 @@ from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequenc
 from ludus.observe import read_trajectories, write_trajectories
 from ludus.synth import provenance_of
 from ludus.synth.allocation import allocate
-from ludus.synth.api_graph import ApiGraph, ToolPair, TypedParameter
-from ludus.synth.call_paths import PathPlanner, schema_values
 from ludus.synth.hardgen import HardGen, HardGenConfig, plan_through
 from ludus.synth.magnet import Magnet, MagnetConfig
-from ludus.synth.signature_graph import SignatureGraph
+from ludus.synth.paths.api_graph import ApiGraph, ToolPair, TypedParameter
+from ludus.synth.paths.call_paths import PathPlanner, schema_values
+from ludus.synth.paths.signature_graph import SignatureGraph
 from ludus.tools import as_toolset
 from ludus.training import read_conversations
 

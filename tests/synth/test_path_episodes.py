@@ -11,12 +11,12 @@ from travel import TOOLS, VALUES, Library
 
 from ludus.core import Task, ToolCall, ToolContext
 from ludus.envs import EnvPool
-from ludus.synth.call_paths import PathPlanner, plan_paths, schema_values, value_of
-from ludus.synth.instructions import template_turns, unsaid
 from ludus.synth.magnet import path_task
-from ludus.synth.path_episodes import offered_tools, play_path
-from ludus.synth.schema_fit import inlined
-from ludus.synth.signature_graph import SignatureGraph
+from ludus.synth.paths.call_paths import PathPlanner, plan_paths, schema_values, value_of
+from ludus.synth.paths.instructions import template_turns, unsaid
+from ludus.synth.paths.path_episodes import offered_tools, play_path
+from ludus.synth.paths.schema_fit import inlined
+from ludus.synth.paths.signature_graph import SignatureGraph
 from ludus.tools import as_toolset
 from ludus.tools.mcp import mcp_tools
 

@@ -21,7 +21,7 @@ from ludus.core.user_files import file_problem, json_lines, read_user_text
 from ludus.llm import ChatError
 from ludus.observe import Cell, RunFolder, printable, read_groups, table_rich
 from ludus.rewards.judges import PairJudge
-from ludus.rewards.judges.transcript import transcript
+from ludus.rewards.judges.evidence import transcript
 from ludus.rewards.preferences import (
     AttemptPair,
     PairVerdict,

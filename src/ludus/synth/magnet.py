@@ -21,13 +21,13 @@ from ludus.core.random import key
 from ludus.core.task import Task
 from ludus.observe import ReportTable
 from ludus.rollouts.episode import Episode
-from ludus.synth.call_paths import CallPath, Operation, PathPlanner, plan_paths, schema_values
 from ludus.synth.folder import ItemResult
-from ludus.synth.instructions import template_turns, written_turns
 from ludus.synth.method import ModelSpec, SynthConfig, SynthContext, SynthMethod, TaskSource
-from ludus.synth.path_episodes import PathTask, Reply, offered_tools, plain_reply, play_path
+from ludus.synth.paths.call_paths import CallPath, Operation, PathPlanner, plan_paths, schema_values
+from ludus.synth.paths.instructions import template_turns, written_turns
+from ludus.synth.paths.path_episodes import PathTask, Reply, offered_tools, plain_reply, play_path
+from ludus.synth.paths.signature_graph import SignatureGraph
 from ludus.synth.result import PROVENANCE, Rejected, SynthResult
-from ludus.synth.signature_graph import SignatureGraph
 
 _ANSWERER = """You are the assistant in the conversation below. Answer the user's last request in one or two
 sentences, from the results of the tools and from nothing else."""

@@ -29,9 +29,9 @@ from ludus.core.config import Config, Place
 from ludus.core.messages import Message
 from ludus.core.trajectory import Group, Trajectory
 from ludus.llm import ChatError
+from ludus.rewards.judges.asking import CodedVerdict, coded, listed
+from ludus.rewards.judges.evidence import UNTRUSTED, code_of, enclosed, question, transcript
 from ludus.rewards.judges.rubric import STRICTNESS_LEVELS, Criterion, Rubric, Strictness
-from ludus.rewards.judges.transcript import UNTRUSTED, code_of, enclosed, question, transcript
-from ludus.rewards.judges.verdict import CodedVerdict, coded, listed
 
 log = logging.getLogger(__name__)
 

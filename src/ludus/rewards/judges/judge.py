@@ -12,9 +12,8 @@ from ludus.core.failures import ConfigError
 from ludus.core.messages import Message
 from ludus.core.task import Task
 from ludus.core.trajectory import Group, Trajectory
-from ludus.rewards.judges.evolving import load_evolution
-from ludus.rewards.judges.rubric import DEFAULT_RUBRIC, Rubric, dimensions_rubric, load_rubric
-from ludus.rewards.judges.transcript import (
+from ludus.rewards.judges.asking import AskingReward, CodedVerdict, ModelSpec, OutOfTen, coded, listed
+from ludus.rewards.judges.evidence import (
     DEFAULT_CHARS,
     UNTRUSTED,
     code_of,
@@ -24,7 +23,8 @@ from ludus.rewards.judges.transcript import (
     shortened,
     transcript,
 )
-from ludus.rewards.judges.verdict import AskingReward, CodedVerdict, ModelSpec, OutOfTen, coded, listed
+from ludus.rewards.judges.evolving import load_evolution
+from ludus.rewards.judges.rubric import DEFAULT_RUBRIC, Rubric, dimensions_rubric, load_rubric
 from ludus.rewards.scores import Parts
 
 

@@ -10,8 +10,8 @@ from pydantic import Field
 from ludus.core.messages import Message
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
-from ludus.rewards.judges.transcript import UNTRUSTED, code_of, enclosed, question, shortened, transcript
-from ludus.rewards.judges.verdict import AskingReward, CodedVerdict, ModelSpec, coded
+from ludus.rewards.judges.asking import AskingReward, CodedVerdict, ModelSpec, coded
+from ludus.rewards.judges.evidence import UNTRUSTED, code_of, enclosed, question, shortened, transcript
 from ludus.rewards.scores import Parts
 from ludus.rewards.text_rewards import exact_match
 

@@ -14,7 +14,8 @@ from pydantic import Field, TypeAdapter
 from ludus.core.chat import ChatOptions
 from ludus.core.trajectory import Trajectory
 from ludus.llm import ask_json, load_chat_model
-from ludus.rewards.judges.transcript import (
+from ludus.rewards.judges.asking import CodedVerdict, ModelSpec, coded, listed
+from ludus.rewards.judges.evidence import (
     DEFAULT_CHARS,
     UNTRUSTED,
     code_of,
@@ -22,7 +23,6 @@ from ludus.rewards.judges.transcript import (
     question,
     transcript,
 )
-from ludus.rewards.judges.verdict import CodedVerdict, ModelSpec, coded, listed
 from ludus.rewards.preferences import AttemptPair, PairVerdict, Side, flipped
 
 

@@ -19,7 +19,8 @@ from pydantic import Field, TypeAdapter
 from ludus.core.failures import ConfigError
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
-from ludus.rewards.judges.transcript import (
+from ludus.rewards.judges.asking import AskingReward, CodedVerdict, ModelSpec, coded
+from ludus.rewards.judges.evidence import (
     DEFAULT_CHARS,
     UNTRUSTED,
     code_of,
@@ -29,7 +30,6 @@ from ludus.rewards.judges.transcript import (
     shortened,
     transcript,
 )
-from ludus.rewards.judges.verdict import AskingReward, CodedVerdict, ModelSpec, coded
 
 CHECKLIST = "checklist"
 """The key of a task's metadata with its own list."""

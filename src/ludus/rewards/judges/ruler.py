@@ -5,7 +5,7 @@ to each other, because GRPO takes the group's mean off. What all attempts share 
 an order that a counter-based key shuffles (judges prefer what comes first), and attempts that are equal word
 for word are shown once and score the same.
 
-A verdict that cannot be had leaves the group unscored where the judge is to blame (`verdict.py`). Where a text
+A verdict that cannot be had leaves the group unscored where the judge is to blame (`asking.py`). Where a text
 keeps it from answering, halves of the group are asked about until it is found: about 2 log2(G) questions for
 one of G attempts. It scores 0, and the others are ranked without it.
 """
@@ -22,7 +22,15 @@ from ludus.core.messages import Message
 from ludus.core.random import key, shuffled
 from ludus.core.trajectory import Group, Trajectory
 from ludus.llm import BudgetExceeded, ChatError
-from ludus.rewards.judges.transcript import (
+from ludus.rewards.judges.asking import (
+    AskingReward,
+    CodedVerdict,
+    ModelSpec,
+    Unit,
+    coded,
+    harmless,
+)
+from ludus.rewards.judges.evidence import (
     UNTRUSTED,
     code_of,
     common_prefix,
@@ -30,14 +38,6 @@ from ludus.rewards.judges.transcript import (
     fair_limit,
     question,
     transcript,
-)
-from ludus.rewards.judges.verdict import (
-    AskingReward,
-    CodedVerdict,
-    ModelSpec,
-    Unit,
-    coded,
-    harmless,
 )
 
 DEFAULT_RULER_RUBRIC = """\

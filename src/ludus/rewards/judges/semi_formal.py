@@ -16,7 +16,8 @@ from pydantic import BaseModel, Field, TypeAdapter
 from ludus.core.messages import Message
 from ludus.core.task import Task
 from ludus.core.trajectory import Reward, Trajectory
-from ludus.rewards.judges.transcript import (
+from ludus.rewards.judges.asking import AskingReward, CodedVerdict, ModelSpec, Unit, coded
+from ludus.rewards.judges.evidence import (
     DEFAULT_CHARS,
     UNTRUSTED,
     code_of,
@@ -24,7 +25,6 @@ from ludus.rewards.judges.transcript import (
     question,
     transcript,
 )
-from ludus.rewards.judges.verdict import AskingReward, CodedVerdict, ModelSpec, Unit, coded
 from ludus.rewards.scorer import RewardLike, as_reward, evaluate
 from ludus.rewards.scores import Parts, merge
 

@@ -32,7 +32,7 @@ from ludus.envs.sandboxed import (
 )
 from ludus.rollouts.agent import Demonstrator, Expert
 from ludus.rollouts.env_contract import EnvContract
-from ludus.synth.path_episodes import demonstration_rollout
+from ludus.synth.paths.path_episodes import demonstration_rollout
 from ludus.tools import as_toolset, example_of
 
 _MOST_TURNS = 40

@@ -49,7 +49,7 @@ from ludus.synth.method import (
     SynthMethod,
     TaskSource,
 )
-from ludus.synth.path_episodes import offered_tools, plain_reply
+from ludus.synth.paths.path_episodes import offered_tools, plain_reply
 from ludus.synth.result import Rejected, SynthResult, with_provenance
 
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from ludus.core.messages import Json, ToolCall, ToolSpec
 from ludus.core.trajectory import Trajectory, is_success
-from ludus.synth.call_paths import CallPath
-from ludus.synth.schema_fit import type_name
+from ludus.synth.paths.call_paths import CallPath
+from ludus.synth.paths.schema_fit import type_name
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from pydantic import AfterValidator, BaseModel, TypeAdapter
 from ludus.core.chat import ChatModel, ChatOptions
 from ludus.core.messages import Message, ToolSpec
 from ludus.llm import ask_json
-from ludus.synth.call_paths import CallPath, FromResult, FromUser, PathCall
-from ludus.synth.signature_graph import SignatureGraph
+from ludus.synth.paths.call_paths import CallPath, FromResult, FromUser, PathCall
+from ludus.synth.paths.signature_graph import SignatureGraph
 
 _SENTENCE = re.compile(r"^(.+?)(?:\.\s|\.?$)", re.M)
 _WRITER = """You write what a person says to an assistant that has tools. You are given the calls that the

@@ -18,7 +18,7 @@ from typing import Any
 
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Json, ToolSpec
-from ludus.synth.schema_fit import fits, inlined, types_of
+from ludus.synth.paths.schema_fit import fits, inlined, types_of
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _GENERIC = frozenset(

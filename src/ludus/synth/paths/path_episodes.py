@@ -24,8 +24,8 @@ from ludus.rollouts.agent import Agent
 from ludus.rollouts.budgets import Budgets
 from ludus.rollouts.episode import Episode
 from ludus.rollouts.rollout import Rollout
-from ludus.synth.call_paths import CallPath, NoValue, bound_arguments, value_of
-from ludus.synth.signature_graph import SignatureGraph
+from ludus.synth.paths.call_paths import CallPath, NoValue, bound_arguments, value_of
+from ludus.synth.paths.signature_graph import SignatureGraph
 
 _PLENTY = 10_000_000
 _SHOWN_CHARS = 300

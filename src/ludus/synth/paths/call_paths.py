@@ -15,8 +15,8 @@ from random import Random
 from typing import Any, Literal
 
 from ludus.core.messages import Json, ToolCall, ToolResult
-from ludus.synth.schema_fit import choices_of, fits
-from ludus.synth.signature_graph import ParameterNode, Place, ReturnNode, SignatureGraph, names_fit
+from ludus.synth.paths.schema_fit import choices_of, fits
+from ludus.synth.paths.signature_graph import ParameterNode, Place, ReturnNode, SignatureGraph, names_fit
 from ludus.tools import example_of
 from ludus.tools.json_schema import argument_problems
 
