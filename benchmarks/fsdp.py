@@ -30,7 +30,7 @@ from ludus.observe import table_markdown
 from ludus.training import Learner, OptimizerConfig, sft_step
 from ludus.training.config.cluster import ClusterConfig
 from ludus.training.optim.sharding import current_group
-from ludus.training.ranks import Ranks, start_ranks
+from ludus.training.ranks.processes import Ranks, start_ranks
 
 VOCABULARY = 4096
 

@@ -34,7 +34,7 @@ from ludus.training import (
     Row,
 )
 from ludus.training.optim.critic import ValueModel
-from ludus.training.rank_calls import LEFT_BEHIND, OnLeader, pack_call, unpack_call
+from ludus.training.ranks.calls import LEFT_BEHIND, OnLeader, pack_call, unpack_call
 from ludus.training.sharded_models import Skeleton, made_from, skeleton_of
 from ludus.training.stages.preference import Labelled, Pair
 

@@ -24,14 +24,15 @@ from test_ranks import pids, two_ranks
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from ludus.core import ConfigError, LudusError
-from ludus.training import rank_store, served_rank
 from ludus.training.config.cluster import ClusterConfig
-from ludus.training.rank_store import KEY, STORE, SignedStore, StrangerError, join_store
-from ludus.training.ranks import RankError, RankProcess, spawn_rank, start_ranks
+from ludus.training.ranks import store as rank_store
+from ludus.training.ranks import worker as served_rank
+from ludus.training.ranks.processes import RankError, RankProcess, spawn_rank, start_ranks
+from ludus.training.ranks.store import KEY, STORE, SignedStore, StrangerError, join_store
 
 pytestmark = pytest.mark.timeout(200)
 HERE = Path(__file__).parent
-SERVE = "from ludus.training.served_rank import serve_rank; serve_rank()"
+SERVE = "from ludus.training.ranks.worker import serve_rank; serve_rank()"
 Started = Callable[..., "subprocess.Popen[str]"]
 
 
@@ -317,7 +318,7 @@ import asyncio, os, signal, sys, torch, torch.distributed as dist
 from datetime import timedelta
 from torch._C._distributed_c10d import FileStore
 from ludus.cli.stopping import until_told
-from ludus.training.rank_signals import StopWatch
+from ludus.training.ranks.signals import StopWatch
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
 rank = int(sys.argv[1])
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -353,7 +354,7 @@ def test_a_rank_that_waits_for_a_stranger_obeys_signals(
 TOLD = """
 import asyncio, signal, sys
 from ludus.cli.stopping import until_told
-from ludus.training.rank_signals import StopWatch
+from ludus.training.ranks.signals import StopWatch
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
 async def main():
     watch = StopWatch(lambda: None, seconds=1.0)

@@ -43,7 +43,7 @@ from ludus.training.optim.critic import ValueModel
 from ludus.training.optim.learner import frozen
 from ludus.training.optim.logprobs import logprobs_of
 from ludus.training.optim.sharding import ShardedModel, current_group
-from ludus.training.ranks import RankError, Ranks, start_ranks
+from ludus.training.ranks.processes import RankError, Ranks, start_ranks
 from ludus.training.stages.preference import pairs_of, prefer
 from ludus.training.stages.sft import loss_on
 

@@ -36,7 +36,7 @@ from ludus.training.models.adapter_reference import AdapterReference, ShardedAda
 from ludus.training.optim.critic import ValueModel
 from ludus.training.optim.learner import frozen
 from ludus.training.optim.sharding import ShardedModel
-from ludus.training.ranks import Ranks
+from ludus.training.ranks.processes import Ranks
 from ludus.training.stages.preference import pairs_of, prefer
 from ludus.training.stages.sft import loss_on
 

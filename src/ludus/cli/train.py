@@ -30,7 +30,7 @@ def run_training(
 ) -> None:
     """Train, show, report; `again` is how a run that was stopped is gone on with."""
     if launched_rank()[0]:
-        from ludus.training.served_rank import serve_rank
+        from ludus.training.ranks.worker import serve_rank
 
         serve_rank()  # one of several ranks that torchrun started: rank 0 has the run
         return

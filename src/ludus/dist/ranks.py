@@ -19,7 +19,7 @@ from ludus.core.registry import load_reference
 from ludus.dist.actors import RunActor
 from ludus.dist.cluster import RayCluster, cause_of, interface_of, load_ray
 
-SPAWN = "ludus.training.ranks:spawn_rank"
+SPAWN = "ludus.training.ranks.processes:spawn_rank"
 """By name: training stands beside this room."""
 
 

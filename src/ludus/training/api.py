@@ -47,12 +47,12 @@ from ludus.training.loop import OnStep, Trainer
 from ludus.training.models.loading import check_source
 from ludus.training.preflight import check_engines, check_parts, check_servers, with_step_counts
 from ludus.training.progress import show_progress
-from ludus.training.ranks import RankError
+from ludus.training.ranks.processes import RankError
+from ludus.training.ranks.worker import serve_rank
 from ludus.training.replay import replayed_recipe
 from ludus.training.report import Report, write_report
 from ludus.training.resume import checkpoint_to_resume, resumed_recipe
 from ludus.training.run_context import build_run_context
-from ludus.training.served_rank import serve_rank
 
 log = logging.getLogger(__name__)
 

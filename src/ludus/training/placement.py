@@ -20,7 +20,7 @@ from ludus.training.config.parts import Parts
 from ludus.training.config.recipe import Recipe
 from ludus.training.hosting import HostedParts, with_hosted
 from ludus.training.models.loading import device_of
-from ludus.training.ranks import RankLauncher
+from ludus.training.ranks.processes import RankLauncher
 
 RAY = "ludus.dist.placement:RayPlacement"
 

@@ -49,7 +49,7 @@ from ludus.training.evaluation.summary import Summary, SummaryOptions
 from ludus.training.hosting import hosted_parts
 from ludus.training.models.loading import device_of, fit_tokenizer, load_model
 from ludus.training.placement import Placement, host_parts, place
-from ludus.training.ranks import Ranks, start_ranks
+from ludus.training.ranks.processes import Ranks, start_ranks
 from ludus.training.replay import Recording, open_recording
 from ludus.training.rollout_engines import RolloutEngine, start_engine
 

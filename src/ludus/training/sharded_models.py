@@ -23,7 +23,7 @@ from ludus.model.images import ImageProcessor, attach_images
 from ludus.training.models.lora import require_peft
 from ludus.training.optim.critic import ValueModel
 from ludus.training.optim.sharding import ShardedModel, current_group, shard
-from ludus.training.rank_calls import OnLeader
+from ludus.training.ranks.calls import OnLeader
 
 Place = tuple[str, str]
 """A module, by its name in the model, and an attribute of it."""

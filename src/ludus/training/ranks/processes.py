@@ -13,7 +13,7 @@ connections, which ends the collective that the others are in. Either way rank 0
 the rank and the cause. Ranks that rank 0 has started end with it: they read a pipe that closes when it dies.
 
 Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set) nothing is started here. What the other
-ranks do is in `served_rank.py`, how the ranks know each other in `rank_store.py`.
+ranks do is in `worker.py`, how the ranks know each other in `store.py`.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from ludus.training.optim.sharding import (
     join_group,
     leave_group,
 )
-from ludus.training.rank_calls import OnLeader, pack_call
-from ludus.training.rank_signals import StopWatch
-from ludus.training.rank_store import (
+from ludus.training.ranks.calls import OnLeader, pack_call
+from ludus.training.ranks.signals import StopWatch
+from ludus.training.ranks.store import (
     LOOPBACK,
     SignedStore,
     StrangerError,
@@ -397,7 +397,7 @@ def spawn_rank(variables: Mapping[str, str]) -> RankProcess:
     """Start a rank on this machine. It ends when this process does."""
     paths = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     environment = {**os.environ, **variables, "PYTHONPATH": paths, WATCHED: "1"}
-    code = "from ludus.training.served_rank import serve_rank; serve_rank()"
+    code = "from ludus.training.ranks.worker import serve_rank; serve_rank()"
     # in a session of its own: Ctrl-C in a terminal is for rank 0 alone, also while this one still imports
     return subprocess.Popen(
         [sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE, start_new_session=True

@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from ludus.core.failures import LudusError
 from ludus.training.optim.sharding import PeerFailed, RankGroup
-from ludus.training.rank_calls import unpack_call
-from ludus.training.rank_store import SignedStore, chosen_interface, join_store, torchrun_interface
-from ludus.training.ranks import CALL, ERROR, HELLO, READY, STOP, WATCHED, join, leave
+from ludus.training.ranks.calls import unpack_call
+from ludus.training.ranks.processes import CALL, ERROR, HELLO, READY, STOP, WATCHED, join, leave
+from ludus.training.ranks.store import SignedStore, chosen_interface, join_store, torchrun_interface
 
 _PATIENCE = timedelta(days=1)
 

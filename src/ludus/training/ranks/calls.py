@@ -6,7 +6,7 @@ travels from then on; `LEFT_BEHIND` names the fields that do not. What is one ob
 of a tree share) is one object there.
 
 Nothing is unpickled. Reading fills the fields of dataclasses and settings without calling their code, and finds
-functions by name; that a call is rank 0's is known before it is read (`rank_store.py`).
+functions by name; that a call is rank 0's is known before it is read (`store.py`).
 """
 
 from __future__ import annotations
