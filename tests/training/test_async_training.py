@@ -270,10 +270,11 @@ def test_training_from_the_record_gives_the_same_weights(tmp_path: Path, table: 
     first, second = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "again")
     assert [one.step for one in first.checkpoints()] == [one.step for one in second.checkpoints()]
     for old, new in zip(first.checkpoints(), second.checkpoints(), strict=True):
-        for name in ("model.safetensors", "optimizer.pt", "critic.pt"):
+        for name in ("model.safetensors", "optimizer.safetensors", "critic.safetensors"):
             if (old.path / name).exists():
-                load = load_file if name.endswith("safetensors") else torch.load
-                assert_same_tensors(load(old.path / name), load(new.path / name), f"{new.step}/{name}")
+                assert_same_tensors(
+                    load_file(old.path / name), load_file(new.path / name), f"{new.step}/{name}"
+                )
     assert not second.trajectory_files()
 
 

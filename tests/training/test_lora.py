@@ -124,7 +124,7 @@ def test_a_reference_made_of_the_adapter_follows_the_policy(base: Path, tmp_path
     parts: dict[str, Any] = {"tasks": tasks(6), "tools": [add], "rewards": [even], "agent": Chatty()}
     resumed = ludus.train(resume=tmp_path / "cut", **parts)
     assert numbers(whole.run) == numbers(resumed.run)
-    references = [torch.load(r.model / "reference.pt", weights_only=True) for r in (whole, resumed)]
+    references = [load_file(r.model / "reference.safetensors") for r in (whole, resumed)]
     assert_same_tensors(*references)
 
 
@@ -171,7 +171,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(base: Path, tmp_path: Path) -
     assert episodes(whole.run) == episodes(resumed.run)
     weights = [load_file(r.model / "adapter_model.safetensors") for r in (whole, resumed)]
     assert_same_tensors(*weights)
-    states = [torch.load(r.model / "optimizer.pt", weights_only=True) for r in (whole, resumed)]
+    states = [load_file(r.model / "optimizer.safetensors") for r in (whole, resumed)]
     assert_same_tensors(*states)
     assert all(row["kl"] > 0 for row in numbers(whole.run)[-2:])
 

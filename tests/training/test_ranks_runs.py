@@ -238,7 +238,7 @@ def test_ctrl_c_saves_and_ends_all_ranks(folder: Path) -> None:
     assert "--resume" in told
     assert_gone(pids)
     last = sorted((folder / "run" / "checkpoints").glob("step-*"))[-1]
-    assert files_of(last / "optimizer") == ["rank-00000.safetensors", "rank-00001.safetensors"]
+    assert "optimizer.safetensors" in files_of(last)
 
 
 def test_ctrl_c_while_ranks_start_is_no_failure_of_theirs(folder: Path) -> None:
@@ -306,4 +306,4 @@ def test_under_torchrun(folder: Path) -> None:
     _, told = process.communicate(timeout=200)
     assert process.returncode == 0, told
     last = sorted((folder / "run" / "checkpoints").glob("step-*"))[-1]
-    assert files_of(last / "optimizer") == ["rank-00000.safetensors", "rank-00001.safetensors"]
+    assert "optimizer.safetensors" in files_of(last)

@@ -152,7 +152,7 @@ def test_a_reference_follows_the_policy(tmp_path: Path) -> None:
     start, _, policy, last = (weights(checkpoint.path) for checkpoint in run.checkpoints())
     for step, share in ((1, 0.0), (2, 0.25), (3, 0.25)):
         folder = run.checkpoints()[step].path
-        reference = torch.load(folder / "reference.pt", weights_only=True)
+        reference = load_file(folder / "reference.safetensors")
         assert reference.keys() == start.keys()
         for name, value in reference.items():
             torch.testing.assert_close(value, share * policy[name] + (1 - share) * start[name])
@@ -231,12 +231,12 @@ def test_imitation_that_was_cut_off_before_its_first_checkpoint_begins_anew(tmp_
 def test_a_checkpoint_with_other_content_is_left_out(tmp_path: Path, capsys: Any) -> None:
     """Of the same size: only its checksum tells."""
     ludus.train(**settings(tmp_path / "run"), **code())
-    file = tmp_path / "run" / "checkpoints" / "step-000003" / "optimizer.pt"
+    file = tmp_path / "run" / "checkpoints" / "step-000003" / "optimizer.safetensors"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 255
     file.write_bytes(content)
     ludus.train(resume=tmp_path / "run", **code())
-    assert "optimizer.pt has other content than was written" in capsys.readouterr().err
+    assert "optimizer.safetensors has other content than was written" in capsys.readouterr().err
     assert [c.step for c in RunFolder(tmp_path / "run").checkpoints()] == [0, 1, 2, 3]
 
 

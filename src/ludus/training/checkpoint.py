@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ludus.chat.tokenizers import HFTokenizer
@@ -31,12 +31,13 @@ from ludus.training.models.gguf import without_progress_bars
 from ludus.training.models.loading import load_model
 from ludus.training.models.lora import is_adapted, save_adapter
 from ludus.training.optim.learner import Learner, frozen
-from ludus.training.optim.sharding import ShardedModel, group_of, load_wholes, local
+from ludus.training.optim.shard_files import read_shards, write_shards
+from ludus.training.optim.sharding import ShardedModel, group_of, local, named_weights
 
 if TYPE_CHECKING:
     from ludus.training.run_context import RunContext
 
-OPTIMIZER = "optimizer.pt"
+OPTIMIZER = "optimizer.safetensors"
 STAGE = "stage.json"
 REWARDS = "rewards.json"
 PROGRESS = "progress.json"
@@ -135,7 +136,7 @@ def load_learner(folder: Path, learner: Learner) -> Json:
 
 # The reference model: the weights that a stage started from, for a KL penalty, DPO, or returning to them.
 
-SYNCED = "reference.pt"
+SYNCED = "reference.safetensors"
 """A reference that follows the policy, in a checkpoint."""
 
 
@@ -215,29 +216,32 @@ def sync_reference(reference: nn.Module, policy: nn.Module, alpha: float) -> Non
 
 
 def save_synced(folder: Path, reference: nn.Module) -> None:
-    """Write a reference that may have moved into a checkpoint's folder."""
-    state: Mapping[str, Tensor] | None
-    if isinstance(reference, AdapterReference):
-        state = reference.decoder.weights
-    elif isinstance(reference, ShardedAdapterReference):
-        state = reference.wholes()
-    elif isinstance(reference, ShardedModel):  # tensor by tensor, and kept by rank 0 alone
-        state = {name: whole.cpu() for name, whole in reference.wholes() if reference.group.rank == 0}
-    else:
-        state = {name: p.detach() for name, p in reference.named_parameters()}
-    if group_of(reference).rank == 0:
-        torch.save(state, folder / SYNCED)
+    """Write a reference that may have moved into a checkpoint; of a sharded one, each rank its parts."""
+    tensors = _reference_tensors(reference)
+    followed = {"followed": str(tensors is not None)}
+    write_shards(folder / SYNCED, tensors or {}, group_of(reference), followed)
 
 
-@torch.no_grad()
 def load_synced(folder: Path, reference: nn.Module) -> None:
     """Put a reference where the checkpoint left it."""
     path = folder / SYNCED
     if not path.is_file():
         raise LudusError(f"{folder} has no {SYNCED}: it was written by a stage without reference_sync")
-    state = torch.load(path, map_location="cpu", weights_only=True)
+    with safe_open(str(path), "pt") as opened:
+        if opened.metadata()["followed"] != str(True):
+            return  # it stands for no adapter at all
     if isinstance(reference, AdapterReference | ShardedAdapterReference):
-        if state is not None:  # else it has not followed yet, and stands for no adapter at all
-            reference.follow(state)
-        return
-    load_wholes(reference, state)
+        reference.follow()
+    forget_features(reference)
+    tensors = _reference_tensors(reference)
+    assert tensors is not None
+    read_shards(path, tensors)
+
+
+def _reference_tensors(reference: nn.Module) -> Mapping[str, Tensor] | None:
+    """What a reference stands for; None for a model without its adapter."""
+    if isinstance(reference, AdapterReference):
+        return reference.decoder.weights
+    if isinstance(reference, ShardedAdapterReference):
+        return reference.tensors()
+    return {name: p.detach() for name, p in named_weights(reference)}

@@ -21,7 +21,7 @@ from ludus.model import hidden_states, sampling_mode, unwrapped
 from ludus.model.attention import CONTEXT
 from ludus.training.models.adapter_folder import read_weights, saved_name, splits_its_base
 from ludus.training.models.lora import adapter_parameters
-from ludus.training.optim.sharding import ShardedModel, local, shard_of, sharded_like, whole_of
+from ludus.training.optim.sharding import ShardedModel, local, shard_of, sharded_like
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -163,12 +163,12 @@ class ShardedAdapterReference(nn.Module):
             for name, p in adapter_parameters(self.policy.model)
         }
 
-    def wholes(self) -> dict[str, Tensor] | None:
-        """The adapter that it stands for, gathered; all ranks call it."""
+    def tensors(self) -> dict[str, Tensor] | None:
+        """The adapter that it stands for, of which every rank has its part; None for no adapter at all."""
         if self._parts is None:
             return None
         named = adapter_parameters(self.policy.model)
-        return {name: whole_of(sharded_like(self._parts[name], p)).cpu() for name, p in named}
+        return {name: sharded_like(self._parts[name], p) for name, p in named}
 
 
 def adapter_reference(model: nn.Module, folder: Path, bare: bool) -> AdapterReference:

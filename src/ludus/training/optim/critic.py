@@ -11,7 +11,6 @@ The head starts at 0, so that the first advantages are the rewards themselves.
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from ludus.algos import by_token, value_loss
@@ -31,17 +31,14 @@ from ludus.training.data.micro_batches import MicroBatchSplitter
 from ludus.training.data.packing import PackedRows, Row, pack_rows, row_mask, take_rows, to_device
 from ludus.training.optim.forward import ForwardInputs, packed_states, shares_prefixes
 from ludus.training.optim.learner import Updater
-from ludus.training.optim.shard_files import load_shards, save_shards
+from ludus.training.optim.shard_files import read_shards, write_shards
 from ludus.training.optim.sharding import (
     compute,
     group_of,
-    load_wholes,
     named_weights,
 )
 
-FILE = "critic.pt"
-SHARDS, KIND = "critic", "critic.json"
-"""The same where it is sharded: a folder to which all ranks write, and what it is."""
+FILE = "critic.safetensors"
 NAMES = {
     "loss": "value_loss",
     "value_clip_fraction": "value_clip_fraction",
@@ -204,59 +201,31 @@ class Critic:
         runs = self.model if self.config.kind == "model" else self.policy
         return self.config.optimizer.share_prefixes and shares_prefixes(runs)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Weights, optimizer and counters; nothing of the policy."""
-        return {
-            "kind": self.config.kind,
-            "model": self.model.state_dict(),
-            "descent": self.updater.state_dict(),  # its name in checkpoints
-        }
+    def save(self, folder: Path) -> None:
+        """Write it into a checkpoint's folder, beside the policy; where it is sharded, each rank its parts."""
+        kind = {"kind": self.config.kind}
+        write_shards(folder / FILE, self.tensors(), self.updater.group, kind)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._check_kind(state["kind"])
-        self.model.load_state_dict(state["model"])
-        self.updater.load_state_dict(state["descent"])
-
-    def _check_kind(self, kind: str) -> None:
+    def load(self, folder: Path) -> None:
+        """Go on from what `save` wrote, on however many ranks that was."""
+        path = folder / FILE
+        if not path.is_file():
+            raise LudusError(f"{folder} has no {FILE}: it was written by a stage without a critic")
+        with safe_open(str(path), "pt") as opened:
+            kind = opened.metadata()["kind"]
         if kind != self.config.kind:
             raise LudusError(
                 f"the checkpoint has a critic of kind {kind!r}, and the recipe asks for "
                 f"{self.config.kind!r}: set rl.critic.kind to what the run began with"
             )
+        tensors = self.tensors()
+        read_shards(path, tensors)
+        self.updater.take(tensors)
 
-    def save(self, folder: Path) -> None:
-        """Write it into a checkpoint's folder, beside the policy; where it is sharded, each rank its part."""
-        group = self.updater.group
-        if group.size == 1:
-            torch.save(self.state_dict(), folder / FILE)
-            return
-        if group.rank == 0:
-            (folder / KIND).write_text(json.dumps({"kind": self.config.kind}), encoding="utf-8")
-        save_shards(folder / SHARDS, self._shards(), group)
-
-    def load(self, folder: Path) -> None:
-        """Go on from what `save` wrote, on however many ranks that was."""
-        path = folder / FILE
-        if (folder / SHARDS).is_dir():
-            self._check_kind(json.loads((folder / KIND).read_text(encoding="utf-8"))["kind"])
-            tensors = self._shards()
-            load_shards(folder / SHARDS, tensors)
-            self.updater.take_shards(tensors)
-            return
-        if not path.is_file():
-            raise LudusError(f"{folder} has no {FILE}: it was written by a stage without a critic")
-        if self.updater.group.size == 1:
-            self.load_state_dict(torch.load(path, map_location=self.updater.device, weights_only=True))
-            return
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        self._check_kind(state["kind"])
-        load_wholes(self.model, state["model"])
-        self.updater.take_parts(state["descent"])
-
-    def _shards(self) -> dict[str, Tensor]:
-        """Weights and optimizer, as tensors that know their place in the whole."""
+    def tensors(self) -> dict[str, Tensor]:
+        """Its weights and its optimizer's state; nothing of the policy."""
         weights = {f"model.{name}": p.detach() for name, p in named_weights(self.model)}
-        return weights | self.updater.shards()
+        return weights | self.updater.tensors()
 
 
 def _values_of_tokens(model: ValueModel, inputs: ForwardInputs, placed: PlacedFeatures | None) -> Tensor:

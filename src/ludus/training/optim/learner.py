@@ -37,12 +37,11 @@ from ludus.training.optim.forward import shares_prefixes
 from ludus.training.optim.logprobs import action_logprobs
 from ludus.training.optim.memory import MemoryBudget
 from ludus.training.optim.optimizer import GradientAccumulator, MasterAdamW, lr_factor
-from ludus.training.optim.shard_files import load_shards, save_shards
+from ludus.training.optim.shard_files import read_shards, write_shards
 from ludus.training.optim.sharding import (
     RankGroup,
     group_of,
     named_weights,
-    shard_of,
     sharded_like,
 )
 
@@ -208,28 +207,21 @@ class Updater:
             ) from None
 
     def save(self, path: Path) -> None:
-        """Write the state: one file, or of a sharded model a folder of that name to which all ranks write."""
-        if self.group.size == 1:
-            torch.save(self.state_dict(), path)
-        else:
-            save_shards(path.with_suffix(""), self.shards(), self.group)
+        """Write the state; of a sharded model all ranks write their parts."""
+        write_shards(path, self.tensors(), self.group)
 
     def load(self, path: Path) -> None:
         """Go on from what `save` wrote, on however many ranks that was."""
-        shards = path.with_suffix("")
-        if shards.is_dir():
-            tensors = self.shards()
-            load_shards(shards, tensors)
-            self.take_shards(tensors)
-        elif self.group.size == 1:
-            self.load_state_dict(torch.load(path, map_location=self.device, weights_only=True))
-        else:  # each rank reads its parts of the one file
-            self.take_parts(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+        tensors = self.tensors()
+        read_shards(path, tensors)
+        self.take(tensors)
 
-    def shards(self) -> dict[str, Tensor]:
-        """The state by the names of the parameters, as tensors that know their place in the whole."""
+    def tensors(self) -> dict[str, Tensor]:
+        """The state by the names of the parameters. The tensors share their memory with the optimizer."""
         found = {"steps_done": torch.tensor(self.steps_done)}
-        for name, parameter in self._named():
+        for name, parameter in named_weights(self.model):
+            if not parameter.requires_grad:
+                continue
             master = self.optimizer.masters.of(parameter)
             kept = self.optimizer.state_of(master)
             found[f"step.{name}"] = kept["step"]
@@ -239,40 +231,10 @@ class Updater:
                 found[f"master.{name}"] = sharded_like(master, parameter)
         return found
 
-    def take_shards(self, tensors: Mapping[str, Tensor]) -> None:
-        """After the tensors of `shards` have been loaded, which share their memory with the optimizer."""
+    def take(self, tensors: Mapping[str, Tensor]) -> None:
+        """After something has been read into the tensors of `tensors`."""
         self.steps_done = int(tensors["steps_done"])
         self.optimizer.masters.adopt_changes(always=True)
-
-    @torch.no_grad()
-    def take_parts(self, state: dict[str, Any]) -> None:
-        """This rank's parts of a state that `state_dict` gave."""
-        saved = state["optimizer"]["state"]
-        for number, (_, parameter) in enumerate(self._named()):
-            kept = self.optimizer.state_of(self.optimizer.masters.of(parameter))
-            for name, value in saved.get(number, {}).items():
-                kept[name].copy_(shard_of(value, parameter) if value.ndim else value)
-        self.optimizer.masters.load_state_dict(state.get("masters"))
-        self.steps_done = state["steps_done"]
-
-    def _named(self) -> list[tuple[str, nn.Parameter]]:
-        """The trained parameters in the optimizer's order: matrices, then vectors."""
-        trained = [(name, p) for name, p in named_weights(self.model) if p.requires_grad]
-        return sorted(trained, key=lambda one: one[1].ndim < 2)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "optimizer": self.optimizer.state_dict(),
-            "masters": self.optimizer.masters.state_dict(),
-            "steps_done": self.steps_done,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        own = self.optimizer.param_groups[0]["fused"]
-        groups = [{**group, "fused": own} for group in state["optimizer"]["param_groups"]]
-        self.optimizer.load_state_dict({**state["optimizer"], "param_groups": groups})
-        self.optimizer.masters.load_state_dict(state.get("masters"))
-        self.steps_done = state["steps_done"]
 
 
 class Learner(Updater):

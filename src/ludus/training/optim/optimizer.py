@@ -28,7 +28,7 @@ from ludus.kernels import (
     on_device,
 )
 from ludus.training.config.stages import OptimizerConfig
-from ludus.training.optim.sharding import ALONE, RankGroup, local, shard_of
+from ludus.training.optim.sharding import ALONE, RankGroup, local
 
 log = logging.getLogger(__name__)
 
@@ -229,20 +229,8 @@ class MasterWeights:
         """After a step: round the masters into the module."""
         if self._half:
             weights = [local(p) for p in self._half]
-            torch._foreach_copy_(weights, self.state_dict())
+            torch._foreach_copy_(weights, [self._masters[p] for p in self._half])
             self._versions = self._current_versions()
-
-    def state_dict(self) -> list[Tensor]:
-        """The masters, in the order of the parameters."""
-        return [self._masters[p] for p in self._half]
-
-    @torch.no_grad()
-    def load_state_dict(self, state: list[Tensor] | None) -> None:
-        """Take up saved masters; None is a state from before there were any."""
-        if state is not None and len(state) == len(self._half):
-            for parameter, saved in zip(self._half, state, strict=True):
-                self._masters[parameter].copy_(shard_of(saved, parameter))
-        self._follow()
 
     @torch.no_grad()
     def _follow(self) -> None:

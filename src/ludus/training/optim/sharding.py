@@ -12,7 +12,7 @@ say) is left by the others too: before every collective all ranks tell each othe
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -390,14 +390,6 @@ def sharded_like(part: Tensor, like: Tensor) -> Tensor:
         shape=like.shape,
         stride=like.stride(),
     )
-
-
-@torch.no_grad()
-def load_wholes(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copy whole tensors into a model, sharded or not, by the names of its parameters."""
-    forget_features(model)
-    for name, parameter in named_weights(model):
-        local(parameter).copy_(shard_of(weights[name], parameter))
 
 
 # FSDP's state after a pass that did not come to its end. torch 2.13 has `reset_iter_state`; before it the same
