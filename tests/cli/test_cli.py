@@ -643,6 +643,27 @@ def test_parts_of_the_wrong_kind_are_refused_before_there_is_a_folder(
     assert not (project / "runs").exists()
 
 
+def test_the_first_page_begins_with_what_a_newcomer_needs() -> None:
+
+    said = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "120"}).output
+    names = re.findall(r"^│ ([a-z-]+)  ", said.partition("Commands")[2], re.MULTILINE)
+    assert names[:9] == ["train", "eval", "rollout", "show", "view", "init", "check", "serve", "synth"]
+    assert said.index("Further commands") < said.index("settings")
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "rollout", "settings"])
+def test_help_names_everything_that_a_recipe_can_name(command: str) -> None:
+    from ludus.algos.registry import ALGORITHMS
+    from ludus.envs.world import ENVS
+    from ludus.rewards.registry import GROUP_REWARDS, REWARDS
+    from ludus.synth.method import METHODS
+
+    said = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "120"}).output
+    words = set(re.findall(r"\w+", said))
+    for names in (ALGORITHMS, ENVS, REWARDS, GROUP_REWARDS, METHODS):
+        assert names and words.issuperset(names)
+
+
 def test_the_help_of_synth_names_every_method() -> None:
     from ludus.synth.method import METHODS
 

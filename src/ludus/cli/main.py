@@ -19,40 +19,58 @@ from rich.text import Text
 from ludus.cli.check_commands import check_app
 from ludus.cli.data_commands import mcp_rl, prefer, reward_model, synth
 from ludus.cli.look_commands import cluster, envs, init, settings, show, simulate, view
-from ludus.cli.options import ClickError, CommandGroup
+from ludus.cli.options import ClickError, CommandGroup, RecipeCommand
 from ludus.cli.run_commands import evaluate, rollout, train
 from ludus.cli.serve import serve_app
 from ludus.core.failures import LudusError
 
+
+class FirstPage(CommandGroup):
+    """Commands in the order of `FIRST` and `FURTHER`; typer by itself puts groups last."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*FIRST, *FURTHER]
+
+
 app = typer.Typer(
     name="ludus",
-    cls=CommandGroup,
+    cls=FirstPage,
     help="Train language-model agents with reinforcement learning.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.add_typer(check_app, name="check")
-app.add_typer(serve_app, name="serve", cls=CommandGroup)
-COMMANDS: dict[str, Callable[..., None]] = {
+# The first page of `ludus --help`, in the order of a first hour; then the rest, under a heading of its own.
+FIRST: dict[str, Callable[..., None] | typer.Typer] = {
     "train": train,
     "eval": evaluate,
     "rollout": rollout,
+    "show": show,
+    "view": view,
+    "init": init,
+    "check": check_app,
+    "serve": serve_app,
     "synth": synth,
+}
+FURTHER: dict[str, Callable[..., None] | typer.Typer] = {
+    "settings": settings,
+    "envs": envs,
     "mcp-rl": mcp_rl,
     "prefer": prefer,
     "reward-model": reward_model,
-    "init": init,
-    "settings": settings,
-    "show": show,
-    "view": view,
-    "envs": envs,
     "simulate": simulate,
     "cluster": cluster,
 }
-for name, command in COMMANDS.items():
-    app.command(name)(command)
+for panel, commands in (("Commands", FIRST), ("Further commands", FURTHER)):
+    for name, command in commands.items():
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name, cls=CommandGroup, rich_help_panel=panel)
+        else:
+            takes_recipe = command in (train, evaluate, rollout, settings)
+            app.command(name, cls=RecipeCommand if takes_recipe else None, rich_help_panel=panel)(
+                command
+            )
 
 
 @app.callback(invoke_without_command=True)

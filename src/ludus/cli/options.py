@@ -1,11 +1,11 @@
-"""What commands share: groups that name all their commands, and arguments."""
+"""What commands share: groups that name all their commands, help that names what there is, and arguments."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 # Which package the command line's errors come from differs between versions of typer (some bring their own
 # copy of click), so the class is found as an ancestor of one that typer exports.
@@ -22,6 +22,39 @@ class CommandGroup(TyperGroup):
             if "Did you mean" not in error.message:
                 error.message += f" The commands are: {', '.join(self.list_commands(ctx))}."
             raise
+
+
+class RecipeCommand(TyperCommand):
+    """A command that takes a recipe; its help ends with every name that a recipe can say."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        kinds = [f"{kind}: {', '.join(names)}" for kind, names in known_names().items()]
+        self.epilog = "Names that a recipe knows (ludus settings KEY says what each key takes):\n\n" + (
+            "\n\n".join(kinds)
+        )
+        super().format_help(ctx, formatter)
+
+
+def known_names() -> dict[str, list[str]]:
+    """What a recipe can name, by kind: built in, or registered by an installed package."""
+    from ludus.algos.registry import ALGORITHMS, ESTIMATORS, LOSSES
+    from ludus.chat.formats import FORMATS
+    from ludus.envs.world import ADAPTERS, WORLDS
+    from ludus.rewards.registry import GROUP_REWARDS, REWARDS
+    from ludus.synth.method import METHODS
+    from ludus.tools.library import TOOLS
+
+    return {
+        "algorithms": list(ALGORITHMS),
+        "estimators": sorted(ESTIMATORS),
+        "losses": sorted(LOSSES),
+        "environments": [*sorted(WORLDS), *(f"{adapter}:NAME" for adapter in sorted(ADAPTERS))],
+        "tools": sorted(TOOLS),
+        "rewards": sorted(REWARDS),
+        "group rewards": sorted(GROUP_REWARDS),
+        "action formats": sorted(FORMATS),
+        "methods of synthesis": sorted(METHODS),
+    }
 
 
 Overrides = Annotated[
