@@ -27,7 +27,7 @@ SIDE, PATCH = 16, 8
 
 
 def screen(task: str, colour: str) -> bytes:
-    """A picture of one colour, in a shade of its own and with noise: no two are the same."""
+    """An image of one colour, in a shade of its own and with noise: no two are the same."""
     import numpy as np
     from PIL import Image
 
@@ -41,7 +41,7 @@ def screen(task: str, colour: str) -> bytes:
 
 @ludus.tool
 async def screenshot(context: ToolContext) -> Media:
-    """Take a picture of the screen."""
+    """Take an image of the screen."""
     return Media.image(screen(context.task.id, context.task.metadata["shown"]))
 
 

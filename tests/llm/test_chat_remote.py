@@ -58,8 +58,8 @@ async def test_what_is_sent_and_what_comes_back() -> None:
 
 
 async def test_images_are_parts_and_arguments_are_texts() -> None:
-    picture = b"\x89PNG\r\n\x1a\nrest"
-    media = Media("image", hashlib.sha256(picture).hexdigest(), picture)
+    image = b"\x89PNG\r\n\x1a\nrest"
+    media = Media("image", hashlib.sha256(image).hexdigest(), image)
     said = Message("assistant", "", (ToolCall("look", {"at": 1}, id="a"),))
     with serving() as server:
         async with model_at(server) as model:
@@ -73,7 +73,7 @@ async def test_images_are_parts_and_arguments_are_texts() -> None:
         {"type": "text", "text": "what is it?"},
         {
             "type": "image_url",
-            "image_url": {"url": "data:image/png;base64," + base64.b64encode(picture).decode()},
+            "image_url": {"url": "data:image/png;base64," + base64.b64encode(image).decode()},
         },
     ]
 

@@ -74,7 +74,7 @@ ROWS = [
 ]
 
 
-def test_the_curve_is_a_picture_and_touches_no_global_state(tmp_path):
+def test_the_curve_is_a_image_and_touches_no_global_state(tmp_path):
     import sys
 
     before = "matplotlib.pyplot" in sys.modules
@@ -203,7 +203,7 @@ def test_verbosity(tmp_path, capsys):
 
 
 def columns_of(path, colour):
-    """The columns of a picture's pixels that have exactly this colour, as shares of its width."""
+    """The columns of an image's pixels that have exactly this colour, as shares of its width."""
     import numpy as np
     from matplotlib.image import imread
 

@@ -91,7 +91,7 @@ async def test_the_audit_log(tmp_path: Path) -> None:
         ToolCall("add", {"a": "one"}),
         ToolCall("nothing"),
         ToolCall("refuse"),
-        ToolCall("picture"),
+        ToolCall("image"),
         ToolCall("echo", {"text": long}),
         ToolCall("die"),
     ]

@@ -14,15 +14,15 @@ from ludus.core.messages import Media
 from ludus.envs import Env, Observation, Step
 from ludus.tools import tool
 
-PICTURE = b"\x89PNG not really"
+IMAGE = b"\x89PNG not really"
 
 
-def picture() -> Media:
-    return Media("image/png", hashlib.sha256(PICTURE).hexdigest(), PICTURE)
+def image() -> Media:
+    return Media("image/png", hashlib.sha256(IMAGE).hexdigest(), IMAGE)
 
 
 class Counter(Env):
-    """Counts to a number; it shows pictures, and does what its actions say to the process it lives in."""
+    """Counts to a number; it shows images, and does what its actions say to the process it lives in."""
 
     step_rewards = "last"
 
@@ -34,7 +34,7 @@ class Counter(Env):
     def reset(self, task: Task, to: int) -> Observation:
         self.count, self.to = 0, to
         self.words = set()
-        return Observation(f"Count to {to} ({task.id}).", (picture(),))
+        return Observation(f"Count to {to} ({task.id}).", (image(),))
 
     @property
     def done(self) -> bool:
@@ -71,7 +71,7 @@ class Counter(Env):
         if word == "bad":
             raise ToolFault("that is no word")
         self.words.add(word)
-        return ToolResult(f"{len(self.words)} words", reward=0.0, media=(picture(),))
+        return ToolResult(f"{len(self.words)} words", reward=0.0, media=(image(),))
 
 
 class Shop(Env):

@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from served_envs import PICTURE, Counter
+from served_envs import IMAGE, Counter
 from server_process import ServerProcess, serving, until
 
 from ludus.chat import Renderer, load_format
@@ -148,7 +148,7 @@ async def test_the_client_is_an_environment_like_any_other(server: ServerProcess
         assert env.step_rewards == "last"
         before = EnvTools(env, await tools_of(env, "mine"))
         seen = await reset_env(env, TASK, "mine")  # another name than the server's
-        assert seen.text == "Count to 2 (t1)." and seen.media[0].data == PICTURE
+        assert seen.text == "Count to 2 (t1)." and seen.media[0].data == IMAGE
         context = ToolContext("e", TASK, {"mine": env})
         tools = EnvTools(env, await tools_of(env, "mine"), "observation")
         local = Counter()

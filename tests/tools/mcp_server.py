@@ -39,7 +39,7 @@ TOOLS: dict[str, dict[str, Any]] = {
     "count": {"description": "Count the calls.", "inputSchema": schema()},
     "refuse": {"description": "Refuse.", "inputSchema": schema()},
     "rpc_error": {"description": "Answer with an error.", "inputSchema": schema(code=NUMBER)},
-    "picture": {"description": "A picture and a link.", "inputSchema": schema()},
+    "image": {"description": "An image and a link.", "inputSchema": schema()},
     "huge": {
         "description": "Much text.",
         "inputSchema": schema(size=NUMBER, id_last={"type": "boolean"}),
@@ -104,7 +104,7 @@ def call(name: str, given: dict[str, Any]) -> dict[str, Any] | None:
         return text(str(count))
     if name == "refuse":
         return text("not today", isError=True)
-    if name == "picture":
+    if name == "image":
         link = {
             "type": "resource_link",
             "name": "notes",

@@ -79,12 +79,12 @@ async def test_lists_calls_and_shows() -> None:
         assert (
             await call(tools, "echo", text="a lone \ud800")
         ).content == "a lone \N{REPLACEMENT CHARACTER}"
-        picture = await call(tools, "picture")
-        assert picture.content == (
+        image = await call(tools, "image")
+        assert image.content == (
             "look\n[image/png]\n[resource notes: file:///notes.txt (text/plain)]\n[image/png that is no base64]"
         )
-        assert [media.kind for media in picture.media] == ["image/png"]
-        assert picture.media[0].data is not None and picture.media[0].data[:4] == b"\x89PNG"
+        assert [media.kind for media in image.media] == ["image/png"]
+        assert image.media[0].data is not None and image.media[0].data[:4] == b"\x89PNG"
 
 
 async def test_refusals_are_observations() -> None:

@@ -135,8 +135,8 @@ async def test_a_run_that_replays_everything_never_opens_the_tools(store: Memory
 
 async def test_faults_rewards_media_and_odd_text_are_results_like_others(tmp_path: Path) -> None:
     data = bytes(range(256)) * 2_000
-    picture = Media("image/png", hashlib.sha256(data).hexdigest(), data)
-    full = ToolResult("née\x00 \U0001f600\u2028", 0.25, True, None, (picture,))
+    image = Media("image/png", hashlib.sha256(data).hexdigest(), data)
+    full = ToolResult("née\x00 \U0001f600\u2028", 0.25, True, None, (image,))
     made: list[int] = []
 
     @tool(max_chars=10_000_000)

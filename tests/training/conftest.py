@@ -1,4 +1,4 @@
-"""The run in miniature as fixtures, and no picture where nobody looks at one."""
+"""The run in miniature as fixtures, and no image where nobody looks at one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def parts() -> Parts:
 
 @pytest.fixture
 def real_curves() -> None:
-    """For tests that look at the pictures."""
+    """For tests that look at the images."""
 
 
 @pytest.fixture(autouse=True)

@@ -118,7 +118,7 @@ def test_the_state_of_a_turn_is_what_was_just_heard() -> None:
     assert inputs.sets.tolist() == [0, 0, 7]
 
 
-def test_pictures_make_states_differ() -> None:
+def test_images_make_states_differ() -> None:
     """Their tokens are placeholders, the same for all."""
     shown = [episode(("p", [1, 1]), ("a", [3])) for _ in range(3)]
     for trajectory, sha in zip(shown, ("x", "y", "x"), strict=True):

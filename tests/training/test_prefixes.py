@@ -169,11 +169,11 @@ def test_packs_say_where_each_token_comes_from(rows: list[list[int]], budget: in
 
 
 def shown(sha: str | None, before: int = 50) -> Trajectory:
-    picture = Segment(SegmentKind.OBSERVATION, [7] * 40)
-    picture.media = (MediaSpan(sha, 0, 40),) if sha else ()
+    image = Segment(SegmentKind.OBSERVATION, [7] * 40)
+    image.media = (MediaSpan(sha, 0, 40),) if sha else ()
     segments = [
         Segment(SegmentKind.PROMPT, run(1, before)),
-        picture,
+        image,
         Segment(SegmentKind.ACTION, [5, 6], logprobs=[0.0, 0.0]),
     ]
     return Trajectory(Task.of("x"), sequences=[TokenSequence(segments)], reward=1.0)
@@ -182,7 +182,7 @@ def shown(sha: str | None, before: int = 50) -> Trajectory:
 @pytest.mark.parametrize(
     ("first", "second", "shared"), [("x", "x", 80), ("x", "y", 48), ("x", None, 48), (None, None, 80)]
 )
-def test_pictures_are_shared_only_with_themselves(
+def test_images_are_shared_only_with_themselves(
     first: str | None, second: str | None, shared: int
 ) -> None:
     """Their tokens are placeholders, the same for all."""
@@ -191,7 +191,7 @@ def test_pictures_are_shared_only_with_themselves(
     assert sum(packed.lengths) - packed.computed == shared
 
 
-def test_pictures_at_the_very_beginning_keep_rows_apart() -> None:
+def test_images_at_the_very_beginning_keep_rows_apart() -> None:
     rows = rows_of([shown("x", before=0), shown("y", before=0)])
     (packed,) = pack_rows(rows, [0, 1], 1000, share=True)
     assert packed.fold is None

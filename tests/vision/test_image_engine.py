@@ -1,4 +1,4 @@
-"""Pictures in the embedded engine, against the Hugging Face model's own forward on its processor's inputs."""
+"""Images in the embedded engine, against the Hugging Face model's own forward on its processor's inputs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ludus.core.messages import Media, MediaSpan, Message
 from ludus.engine import EmbeddedEngine, EngineConfig, EngineCore
 from ludus.engine.embedded.request import Request
 from ludus.model import use_ludus_attention
+from ludus.model.image_files import decode_image
 from ludus.model.images import virtual_ids, with_virtual_ids
-from ludus.model.pictures import decode_picture
 from ludus.training import load_model
 from ludus.training.config.model import ModelConfig
 
@@ -44,15 +44,15 @@ class Seeing:
         self.stock = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
         self.processor = AutoProcessor.from_pretrained(folder)
 
-    def context(self, *pictures: Media) -> tuple[list[int], tuple[MediaSpan, ...]]:
-        text = "what colour is " + " and ".join("\ufffc" for _ in pictures) + " this"
-        opening = self.renderer.opening([Message("user", text, media=pictures)])
+    def context(self, *images: Media) -> tuple[list[int], tuple[MediaSpan, ...]]:
+        text = "what colour is " + " and ".join("\ufffc" for _ in images) + " this"
+        opening = self.renderer.opening([Message("user", text, media=images)])
         return opening.tokens, opening.media
 
     @torch.no_grad()
-    def reference(self, tokens: Sequence[int], pictures: Sequence[Media]) -> torch.Tensor:
+    def reference(self, tokens: Sequence[int], images: Sequence[Media]) -> torch.Tensor:
         """[T, V]: the stock model's log-probabilities."""
-        images = [decode_picture(picture.data or b"") for picture in pictures]
+        images = [decode_image(image.data or b"") for image in images]
         text = self.processor.image_token * len(images)
         inputs: Any = dict(self.processor(text=text, images=images, return_tensors="pt"))
         for name in ("input_ids", "attention_mask"):
@@ -60,11 +60,11 @@ class Seeing:
         logits = self.stock(input_ids=torch.tensor([list(tokens)]), **inputs).logits[0]
         return logits.float().log_softmax(-1)
 
-    def check(self, tokens: list[int], pictures: Sequence[Media], found: Completion) -> None:
+    def check(self, tokens: list[int], images: Sequence[Media], found: Completion) -> None:
         """That every greedy token is the stock model's, with its log-probability."""
         token = self.tokenizer.images.token
         known = list(takewhile(lambda one: one != token, found.tokens))  # the stock model breaks there
-        expected = self.reference(tokens + known, pictures)
+        expected = self.reference(tokens + known, images)
         compared = found.tokens[: len(known) + 1]
         for place, (token, logprob) in enumerate(zip(compared, found.logprobs, strict=False)):
             row = expected[len(tokens) - 1 + place]
@@ -79,16 +79,16 @@ def seeing(folder: Path) -> Seeing:
 
 @pytest.mark.parametrize("step", [3, 7, 1000])
 async def test_generate_equals_the_stock_model_however_prefill_is_cut(seeing: Seeing, step: int) -> None:
-    pictures = noise(1), noise(2, (40, 30))
-    tokens, media = seeing.context(*pictures)
+    images = noise(1), noise(2, (40, 30))
+    tokens, media = seeing.context(*images)
     config = EngineConfig(cache_tokens=512, block_size=4, max_running=2, tokens_per_step=step)
     engine = EmbeddedEngine(seeing.model, seeing.tokenizer, config)
     found = await engine.generate(tokens, GREEDY, media=media)
-    seeing.check(tokens, pictures, found)
+    seeing.check(tokens, images, found)
     await engine.close()
 
 
-async def test_the_same_picture_is_reused_and_another_is_not(seeing: Seeing) -> None:
+async def test_the_same_image_is_reused_and_another_is_not(seeing: Seeing) -> None:
     config = EngineConfig(cache_tokens=2048, block_size=4)
     engine = EmbeddedEngine(seeing.model, seeing.tokenizer, config)
     one, other = noise(1), noise(2)
@@ -111,7 +111,7 @@ async def test_the_same_picture_is_reused_and_another_is_not(seeing: Seeing) -> 
     await engine.close()
 
 
-async def test_sessions_go_on_and_fork_with_pictures(seeing: Seeing) -> None:
+async def test_sessions_go_on_and_fork_with_images(seeing: Seeing) -> None:
     engine = EmbeddedEngine(
         seeing.model, seeing.tokenizer, EngineConfig(cache_tokens=2048, block_size=4)
     )
@@ -119,13 +119,13 @@ async def test_sessions_go_on_and_fork_with_pictures(seeing: Seeing) -> None:
     tokens, media = seeing.context(one)
     first = await engine.generate(tokens, GREEDY, session="a", media=media)
     await engine.fork("a", "b")
-    for session, picture in (("a", two), ("b", three)):
-        more = seeing.renderer.opening([Message("tool", "look", media=(picture,))])
+    for session, image in (("a", two), ("b", three)):
+        more = seeing.renderer.opening([Message("tool", "look", media=(image,))])
         spans = [*media, *(span.moved(len(tokens) + len(first.tokens)) for span in more.media)]
         context = tokens + first.tokens + more.tokens
         found = await engine.generate(context, GREEDY, session=session, media=spans)
         assert found.cached_tokens >= len(tokens)
-        seeing.check(context, [one, picture], found)
+        seeing.check(context, [one, image], found)
     await engine.close()
 
 
@@ -138,7 +138,7 @@ def run_core(core: EngineCore, requests: Sequence[Request]) -> None:
 
 @pytest.mark.parametrize("is_static", [False, True])
 def test_preempted_requests_and_static_buffers_give_the_same(seeing: Seeing, is_static: bool) -> None:
-    """The runner of GPUs, and a cache so small that requests are recomputed, pictures and all."""
+    """The runner of GPUs, and a cache so small that requests are recomputed, images and all."""
     prompt = len(seeing.context(noise(0))[0])
     core = EngineCore(
         seeing.model,
@@ -178,10 +178,10 @@ async def test_score_equals_the_stock_model(seeing: Seeing) -> None:
     engine = EmbeddedEngine(
         seeing.model, config=EngineConfig(cache_tokens=512, max_running=2, tokens_per_step=9)
     )
-    picture = noise(5)
-    tokens, media = seeing.context(picture)
+    image = noise(5)
+    tokens, media = seeing.context(image)
     scored = await engine.score(tokens, media=media)
-    expected = seeing.reference(tokens, [picture])
+    expected = seeing.reference(tokens, [image])
     wanted = [0.0, *(float(expected[i, t]) for i, t in enumerate(tokens[1:]))]
     assert scored == pytest.approx(wanted, abs=1e-4)
     await engine.close()
@@ -208,7 +208,7 @@ async def test_new_weights_change_what_is_seen(seeing: Seeing) -> None:
 
 
 async def test_a_sampled_placeholder_is_a_token_like_any_other(seeing: Seeing) -> None:
-    """With the same neighbours it has the same effect, wherever pictures stand; and nothing breaks."""
+    """With the same neighbours it has the same effect, wherever images stand; and nothing breaks."""
     engine = EmbeddedEngine(seeing.model, seeing.tokenizer, EngineConfig(cache_tokens=512))
     tokens, media = seeing.context(noise(1))
     token = seeing.tokenizer.images.token
@@ -220,7 +220,7 @@ async def test_a_sampled_placeholder_is_a_token_like_any_other(seeing: Seeing) -
     await engine.close()
 
 
-async def test_wrong_spans_and_pictures_are_refused(seeing: Seeing) -> None:
+async def test_wrong_spans_and_images_are_refused(seeing: Seeing) -> None:
     engine = EmbeddedEngine(seeing.model, seeing.tokenizer, EngineConfig(cache_tokens=512))
     tokens, (span,) = seeing.context(noise(1))
     lost = MediaSpan("0" * 64, span.start, span.stop, None)
@@ -237,7 +237,7 @@ async def test_wrong_spans_and_pictures_are_refused(seeing: Seeing) -> None:
     await engine.close()
 
 
-def test_virtual_ids_tell_pictures_and_places_apart() -> None:
+def test_virtual_ids_tell_images_and_places_apart() -> None:
     ids = [virtual_ids(noise(seed).sha256, 500) for seed in range(20)]
     assert len({int(one) for part in ids for one in part}) == 20 * 500
     assert min(int(part.min()) for part in ids) >= 1 << 62

@@ -1,4 +1,4 @@
-"""Pictures in episodes: tools, prompts, trees of conversations, text-only models, and forged placeholders."""
+"""Images in episodes: tools, prompts, trees of conversations, text-only models, and forged placeholders."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def look() -> list[Any]:
 @ludus.tool(name="look")
 async def broken() -> Media:
     """Look at the screen."""
-    return Media.image(b"no picture at all")
+    return Media.image(b"no image at all")
 
 
 @ludus.reward
@@ -75,7 +75,7 @@ async def one(trajectory: Trajectory) -> float:
 
 
 async def play(renderer: Renderer, tool: Any, *prompt: Media) -> tuple[Trajectory, FakeEngine]:
-    engine = FakeEngine([CALL, "a picture"], renderer.tokenizer)
+    engine = FakeEngine([CALL, "an image"], renderer.tokenizer)
     rollout = Rollout(engine, renderer, Scorer([one]), LocalTools([tool]))
     task = Task("t", (Message("user", "what do you see?", media=prompt),))
     (group,) = [group async for group in rollout.groups([task], 0)]
@@ -83,26 +83,24 @@ async def play(renderer: Renderer, tool: Any, *prompt: Media) -> tuple[Trajector
 
 
 @pytest.mark.parametrize("name", ["llava", "parts", "idefics3"])
-async def test_prompts_and_results_hold_their_pictures(
-    renderers: dict[str, Renderer], name: str
-) -> None:
+async def test_prompts_and_results_hold_their_images(renderers: dict[str, Renderer], name: str) -> None:
     renderer = renderers[name]
     assert renderer.images is not None
     trajectory, engine = await play(renderer, look, noise(1))
     assert trajectory.failure is None and trajectory.turns == 2
     prompt, _, observation, _ = trajectory.sequences[0].segments
     assert (prompt.kind, observation.kind) == (SegmentKind.PROMPT, SegmentKind.OBSERVATION)
-    for segment, picture in ((prompt, noise(1)), (observation, noise(2))):
+    for segment, image in ((prompt, noise(1)), (observation, noise(2))):
         (span,) = segment.media
-        assert span.sha256 == picture.sha256 and span.data == picture.data
-        assert segment.tokens[span.start : span.stop] == renderer.images.tokens(picture)
+        assert span.sha256 == image.sha256 and span.data == image.data
+        assert segment.tokens[span.start : span.stop] == renderer.images.tokens(image)
     assert [span.sha256 for span in trajectory.sequences[0].media] == [noise(1).sha256, noise(2).sha256]
     assert [len(call.media) for call in engine.calls] == [1, 2]
     assert "images_unseen" not in trajectory.counts
 
 
 class Gallery(ludus.Env):
-    """Shows a picture at first, and another one after each step."""
+    """Shows an image at first, and another one after each step."""
 
     def reset(self, task: Task) -> Observation:
         return Observation("a gallery", (noise(4),))
@@ -111,7 +109,7 @@ class Gallery(ludus.Env):
         return Step(Observation("walked on", (noise(5),)), terminated=True)
 
 
-async def test_environments_show_pictures_from_the_first_observation_on(
+async def test_environments_show_images_from_the_first_observation_on(
     renderers: dict[str, Renderer],
 ) -> None:
     renderer = renderers["llava"]
@@ -140,7 +138,7 @@ async def test_a_model_that_reads_text_only_is_counted_as_blind(renderers: dict[
     assert rollout_metrics([Group(trajectory.task, [trajectory])])["images_unseen"] == 2
 
 
-async def test_a_marked_picture_is_a_word_for_a_model_that_reads_text_only(
+async def test_a_marked_image_is_a_word_for_a_model_that_reads_text_only(
     renderers: dict[str, Renderer],
 ) -> None:
     blind = renderers["blind"]
@@ -148,7 +146,7 @@ async def test_a_marked_picture_is_a_word_for_a_model_that_reads_text_only(
     assert shown == blind.prompt([Message("user", "is [image] red?")])
 
 
-async def test_a_result_that_is_no_picture_is_told_in_words(renderers: dict[str, Renderer]) -> None:
+async def test_a_result_that_is_no_image_is_told_in_words(renderers: dict[str, Renderer]) -> None:
     trajectory, _ = await play(renderers["llava"], broken)
     assert trajectory.failure is None and trajectory.turns == 2
     observation = trajectory.sequences[0].segments[2]
@@ -157,11 +155,11 @@ async def test_a_result_that_is_no_picture_is_told_in_words(renderers: dict[str,
     assert trajectory.counts["images_unseen"] == 1
 
 
-async def test_a_task_whose_picture_cannot_be_read_is_an_error_of_the_task(
+async def test_a_task_whose_image_cannot_be_read_is_an_error_of_the_task(
     renderers: dict[str, Renderer],
 ) -> None:
     with pytest.raises(ConfigError, match=r"task t: .*no format"):
-        await play(renderers["llava"], look, Media.image(b"no picture at all"))
+        await play(renderers["llava"], look, Media.image(b"no image at all"))
     read = replace(Media.image(b"nothing"), origin="tasks.jsonl, line 7: a.png")
     with pytest.raises(ConfigError, match=r"task t: tasks.jsonl, line 7: a.png: .*no format"):
         await play(renderers["llava"], look, read)
@@ -182,13 +180,13 @@ texts = st.lists(
 
 
 @given(st.sampled_from(["llava", "parts", "idefics3"]), texts, texts, texts, st.integers(0, 2))
-def test_text_cannot_forge_pictures(
-    renderers: dict[str, Renderer], name: str, asked: str, said: str, result: str, pictures: int
+def test_text_cannot_forge_images(
+    renderers: dict[str, Renderer], name: str, asked: str, said: str, result: str, images: int
 ) -> None:
     """Placeholders stand inside spans and nowhere else, whatever users, tools and the model have written."""
     renderer = renderers[name]
     assert renderer.images is not None
-    media = tuple(noise(seed) for seed in range(pictures))
+    media = tuple(noise(seed) for seed in range(images))
     call = ToolCall("look", {})
     messages = [
         Message("user", asked, media=media),
@@ -201,11 +199,11 @@ def test_text_cannot_forge_pictures(
     around = set(renderer.images.tokens(noise(0))) & set(renderer.tokenizer.controls.values())
     for place, token in enumerate(opening.tokens):
         assert place in inside or token not in around
-    for span, picture in zip(opening.media, (*media, *media[:1]), strict=True):
-        assert opening.tokens[span.start : span.stop] == renderer.images.tokens(picture)
+    for span, image in zip(opening.media, (*media, *media[:1]), strict=True):
+        assert opening.tokens[span.start : span.stop] == renderer.images.tokens(image)
 
 
-def test_pictures_stand_at_their_marks(renderers: dict[str, Renderer]) -> None:
+def test_images_stand_at_their_marks(renderers: dict[str, Renderer]) -> None:
     renderer = renderers["llava"]
     assert renderer.images is not None
     message = Message("user", f"a {IMAGE_MARK} b {IMAGE_MARK} c", media=(noise(1), noise(2)))
@@ -217,7 +215,7 @@ def test_pictures_stand_at_their_marks(renderers: dict[str, Renderer]) -> None:
 
 
 @pytest.mark.parametrize("name", ["llava", "parts"])
-def test_conversations_to_imitate_hold_pictures(renderers: dict[str, Renderer], name: str) -> None:
+def test_conversations_to_imitate_hold_images(renderers: dict[str, Renderer], name: str) -> None:
     renderer = renderers[name]
     conversation = [
         Message("user", "look", media=(noise(1),)),
@@ -232,7 +230,7 @@ def test_conversations_to_imitate_hold_pictures(renderers: dict[str, Renderer], 
     assert trajectory.sequences[0].tokens[: len(whole.tokens)] == whole.tokens or name == "parts"
 
 
-def test_conversations_without_their_pictures_are_not_imitated_in_silence(
+def test_conversations_without_their_images_are_not_imitated_in_silence(
     renderers: dict[str, Renderer], caplog: pytest.LogCaptureFixture
 ) -> None:
     shown = [Message("user", "look", media=(noise(1),)), Message("assistant", "noise")]
@@ -248,8 +246,8 @@ def test_conversations_without_their_pictures_are_not_imitated_in_silence(
         trajectory_of([replace(broken_one[0], media=(read,)), shown[1]], renderers["llava"], ())
 
 
-async def test_conversations_of_clients_keep_pictures_apart(renderers: dict[str, Renderer]) -> None:
-    """The same words with another picture are another conversation; the same picture goes on."""
+async def test_conversations_of_clients_keep_images_apart(renderers: dict[str, Renderer]) -> None:
+    """The same words with another image are another conversation; the same image goes on."""
     renderer = renderers["llava"]
     engine = FakeEngine(["one", "two", "three"], renderer.tokenizer)
     tree = MessageTree(

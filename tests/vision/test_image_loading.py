@@ -48,7 +48,7 @@ def test_models_of_these_families_see(save: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("save", "reason"), [(save_qwen2_vl, "M-RoPE"), (save_gemma3, "features for a picture")]
+    ("save", "reason"), [(save_qwen2_vl, "M-RoPE"), (save_gemma3, "features for an image")]
 )
 def test_others_are_refused_or_read_text_only(
     save: Any, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -63,8 +63,8 @@ def test_others_are_refused_or_read_text_only(
     assert not any(p.requires_grad for p in vision_parameters(model))
 
 
-def test_a_model_whose_forward_does_more_with_pictures_is_refused(tmp_path: Path) -> None:
-    """Its own forward lets pictures into the decoder by another way, as deep features do."""
+def test_a_model_whose_forward_does_more_with_images_is_refused(tmp_path: Path) -> None:
+    """Its own forward lets images into the decoder by another way, as deep features do."""
     model, _ = load(save_llava(tmp_path))
     inside: list[bool] = []
 
@@ -77,7 +77,7 @@ def test_a_model_whose_forward_does_more_with_pictures_is_refused(tmp_path: Path
     model.register_forward_pre_hook(lambda *_: inside.append(True))
     model.register_forward_hook(lambda *_: inside.clear())
     model.get_decoder().register_forward_pre_hook(change, with_kwargs=True)
-    with pytest.raises(ConfigError, match="does something else with pictures"):
+    with pytest.raises(ConfigError, match="does something else with images"):
         check_images(model)
 
 

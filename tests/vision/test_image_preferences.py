@@ -1,4 +1,4 @@
-"""DPO and reward models learn from pictures: which answer is better, only the picture tells."""
+"""DPO and reward models learn from images: which answer is better, only the image tells."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def write_pairs(folder: Path, first: int, count: int) -> Path:
     rows = []
     for number in range(first, first + count):
         shown, other = NAMES[number % 4], NAMES[(number + 1 + number // 4 % 3) % 4]
-        picture = folder / f"{number}.png"
-        picture.write_bytes(screen(str(number), shown))
-        asked = [{"type": "image", "path": picture.name}, {"type": "text", "text": ASKED}]
+        image = folder / f"{number}.png"
+        image.write_bytes(screen(str(number), shown))
+        asked = [{"type": "image", "path": image.name}, {"type": "text", "text": ASKED}]
         answers = {
             side: [{"role": "user", "content": asked}, {"role": "assistant", "content": name}]
             for side, name in (("chosen", shown), ("rejected", other))
@@ -52,8 +52,8 @@ def write_pairs(folder: Path, first: int, count: int) -> Path:
 
 def conversations(number: int) -> list[list[Message]]:
     """A screen that nobody has seen, and each colour as the answer."""
-    picture = Media.image(screen(f"new {number}", NAMES[number % 4]))
-    asked = Message("user", f"\ufffc{ASKED}", media=(picture,))
+    image = Media.image(screen(f"new {number}", NAMES[number % 4]))
+    asked = Message("user", f"\ufffc{ASKED}", media=(image,))
     return [[asked, Message("assistant", name)] for name in NAMES]
 
 
@@ -64,7 +64,7 @@ def accuracy(scores_NC: torch.Tensor) -> float:
 
 
 @pytest.mark.slow
-def test_dpo_learns_from_pictures(model: Path, tmp_path: Path) -> None:
+def test_dpo_learns_from_images(model: Path, tmp_path: Path) -> None:
     def scores(folder: Path) -> torch.Tensor:
         policy, tokenizer = load_model(ModelConfig(name=str(folder), device="cpu"), 0)
         use_ludus_attention(policy)
@@ -94,7 +94,7 @@ def test_dpo_learns_from_pictures(model: Path, tmp_path: Path) -> None:
     assert before <= 0.5 and after >= 0.9, (before, after)
 
 
-def test_a_reward_model_learns_from_pictures(model: Path, tmp_path: Path) -> None:
+def test_a_reward_model_learns_from_images(model: Path, tmp_path: Path) -> None:
     config = RewardModelConfig.parse(
         {
             "model": {"name": str(model), "device": "cpu"},

@@ -1,4 +1,4 @@
-"""Pictures on two trainer ranks: the same as on one, also where one of them has no picture to look at."""
+"""Images on two trainer ranks: the same as on one, also where one of them has no image to look at."""
 
 from __future__ import annotations
 
@@ -82,19 +82,19 @@ def loaded(folder: Path, **more: Any) -> tuple[Any, Renderer]:
 
 
 def episodes(renderer: Renderer, seed: int, shown: Sequence[tuple[Media, ...]] = SHOWN) -> RolloutBatch:
-    """Groups of two attempts; those at one task are shown the same pictures, or none, and later another."""
+    """Groups of two attempts; those at one task are shown the same images, or none, and later another."""
     source = random.Random(seed)
     groups = []
-    for number, pictures in enumerate(shown):
+    for number, images in enumerate(shown):
         task = Task.of("x", id=str(number))
         opening = renderer.opening(
-            [Message("user", "what is this " * source.randint(1, 4), media=pictures)]
+            [Message("user", "what is this " * source.randint(1, 4), media=images)]
         )
         attempts = []
         for attempt in range(2):
             prompt = Segment(SegmentKind.PROMPT, opening.tokens, media=opening.media)
             segments = [prompt, _said(source)]
-            if pictures and attempt:
+            if images and attempt:
                 later = renderer.opening([Message("tool", "look", media=(noise(9 + number),))])
                 segments.append(Segment(SegmentKind.OBSERVATION, later.tokens, media=later.media))
                 segments.append(_said(source))
@@ -148,7 +148,7 @@ def on_both(work: Work, pair: Ranks) -> nn.Module:
 def test_sft_and_rl_on_two_ranks(
     pair: Ranks, folders: Callable[[str], Path], family: str, vision: str
 ) -> None:
-    """Rows with, without and with several pictures; a rank with none; and steps in which nobody has any."""
+    """Rows with, without and with several images; a rank with none; and steps in which nobody has any."""
     config = RLConfig.parse({"kl": 0.1, "updates": 2, "correction": "truncated"})
     before, renderer = loaded(folders(family), vision=vision)
     batches = [episodes(renderer, seed) for seed in range(2)]
@@ -255,7 +255,7 @@ def test_state_goes_from_two_ranks_to_one_and_back(
     assert_same_weights(ends[0][1], ends[1][1])
 
 
-def test_a_picture_that_is_gone_ends_the_step_on_all_ranks(
+def test_a_image_that_is_gone_ends_the_step_on_all_ranks(
     pair: Ranks, folders: Callable[[str], Path]
 ) -> None:
     model, renderer = loaded(folders("llava"), vision="trained")

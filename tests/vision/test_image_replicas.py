@@ -1,4 +1,4 @@
-"""Pictures in engines with weights of their own: the embedded engine's tokens, and no half updates."""
+"""Images in engines with weights of their own: the embedded engine's tokens, and no half updates."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from ludus.engine.replicas import (
     ReplicatedEngine,
 )
 from ludus.engine.replicas.frames import (
-    pack_pictures,
+    pack_images,
     pack_tokens,
-    unpack_pictures,
+    unpack_images,
     unpack_tokens,
 )
 from ludus.engine.replicas.requested import RequestedReplica
@@ -59,9 +59,9 @@ class Trained:
         self.renderer = Renderer(self.tokenizer, load_format("hermes"))
         self.weights = PolicyWeights(self.model, self.tokenizer)
 
-    def context(self, *pictures: Media) -> Context:
-        text = "what colour is " + " and ".join("\ufffc" for _ in pictures) + " this"
-        opening = self.renderer.opening([Message("user", text, media=pictures)])
+    def context(self, *images: Media) -> Context:
+        text = "what colour is " + " and ".join("\ufffc" for _ in images) + " this"
+        opening = self.renderer.opening([Message("user", text, media=images)])
         return opening.tokens, opening.media
 
     def canary(self, *, sees: bool = True) -> Canary:
@@ -117,7 +117,7 @@ async def test_two_processes_give_the_embedded_engines_tokens(save: Any, tmp_pat
         folder=tmp_path,
     )
     shown = [(noise(1),), (), (noise(2, (40, 30)), noise(1)), (noise(1), noise(1)), (noise(3),)]
-    contexts = [trained.context(*pictures) for pictures in shown]
+    contexts = [trained.context(*images) for images in shown]
     await engine.start()
     try:
         for version in range(2):
@@ -138,18 +138,18 @@ async def test_two_processes_give_the_embedded_engines_tokens(save: Any, tmp_pat
                 trained.move("multi_modal_projector" if save is save_llava else "connector", by=0.3)
                 await engine.update_weights()
         assert [one.logprobs for one in before] != [one.logprobs for one in expected]
-        # a fork goes on where it branched off, with other pictures
+        # a fork goes on where it branched off, with other images
         tokens, media = contexts[0]
         await engine.fork("1-0", "fork")
-        for session, picture in (("1-0", noise(5)), ("fork", noise(6))):
-            more = trained.renderer.opening([Message("tool", "look", media=(picture,))])
+        for session, image in (("1-0", noise(5)), ("fork", noise(6))):
+            more = trained.renderer.opening([Message("tool", "look", media=(image,))])
             place = len(tokens) + len(found[0].tokens)
             spans = (*media, *(span.moved(place) for span in more.media))
             context = [*tokens, *found[0].tokens, *more.tokens]
             again = await engine.generate(context, sampled(0), session=session, media=spans)
             assert again.cached_tokens >= len(tokens)
             assert_same([again], await by_embedded(trained, [(context, spans)]))
-        # what is wrong with a picture is told as it is by the embedded engine
+        # what is wrong with an image is told as it is by the embedded engine
         lost = MediaSpan("0" * 64, media[0].start, media[0].stop, None)
         forged = MediaSpan("1" * 64, media[0].start, media[0].stop, media[0].data)
         for wrong, reason in (
@@ -206,7 +206,7 @@ async def test_a_replica_that_sees_another_way_does_not_start(trained: Trained, 
         await engine.start()
 
 
-def test_a_canary_without_room_for_a_picture_has_none(trained: Trained) -> None:
+def test_a_canary_without_room_for_a_image_has_none(trained: Trained) -> None:
     images = images_of(trained.model)
     assert images is not None
     size = len(images.tokens(noise(0)))
@@ -235,7 +235,7 @@ class Connected(RequestedReplica):
         return reply, found
 
 
-async def test_a_picture_is_sent_once(trained: Trained, tmp_path: Path) -> None:
+async def test_a_image_is_sent_once(trained: Trained, tmp_path: Path) -> None:
     trained.weights.write(tmp_path)
     replica = Connected()
     setup = {"folder": str(tmp_path), "version": 0, "device": "cpu", "dtype": "float32", "threads": None}
@@ -261,7 +261,7 @@ async def test_a_picture_is_sent_once(trained: Trained, tmp_path: Path) -> None:
         st.text("0123456789abcdef", min_size=64, max_size=64), st.binary(max_size=99), max_size=5
     ),
 )
-def test_pictures_come_back_as_they_were_sent(tokens: list[int], pictures: dict[str, bytes]) -> None:
-    head, body = pack_pictures(pack_tokens(tokens), pictures)
-    packed, found = unpack_pictures(json.loads(json.dumps(head)), body)
-    assert unpack_tokens(packed) == tokens and found == pictures
+def test_images_come_back_as_they_were_sent(tokens: list[int], images: dict[str, bytes]) -> None:
+    head, body = pack_images(pack_tokens(tokens), images)
+    packed, found = unpack_images(json.loads(json.dumps(head)), body)
+    assert unpack_tokens(packed) == tokens and found == images

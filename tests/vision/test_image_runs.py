@@ -1,4 +1,4 @@
-"""Whole runs on pictures: resumed, replayed, with adapters and critics; and that only the picture tells."""
+"""Whole runs on images: resumed, replayed, with adapters and critics; and that only the image tells."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shown(first: int, count: int) -> list[Task]:
-    """Tasks whose prompts hold the picture: an untrained model calls no tool."""
+    """Tasks whose prompts hold the image: an untrained model calls no tool."""
     found = []
     for row in tasks(first, count):
-        picture = Media.image(screen(row["id"], row["shown"]))
-        message = Message("user", row["prompt"], media=(picture,))
+        image = Media.image(screen(row["id"], row["shown"]))
+        message = Message("user", row["prompt"], media=(image,))
         found.append(Task(row["id"], (message,), row["target"], metadata={"shown": row["shown"]}))
     return found
 
@@ -67,7 +67,7 @@ def differences(run: RunFolder) -> list[float]:
     return [row["logprob_difference_max"] for row in run.metrics() if "logprob_difference_max" in row]
 
 
-def test_a_run_is_resumed_and_replayed_with_its_pictures(model: Path, tmp_path: Path) -> None:
+def test_a_run_is_resumed_and_replayed_with_its_images(model: Path, tmp_path: Path) -> None:
     found = train(
         tmp_path / "run",
         {"name": str(model)},
@@ -138,7 +138,7 @@ def test_other_ways_to_train_see_as_well(model: Path, tmp_path: Path, stages: st
         assert any("vision" in name for name in moved) and any("projector" in name for name in moved)
 
 
-def test_finished_groups_of_a_checkpoint_keep_their_pictures(model: Path, tmp_path: Path) -> None:
+def test_finished_groups_of_a_checkpoint_keep_their_images(model: Path, tmp_path: Path) -> None:
     """An asynchronous run that is resumed trains on groups that were played before."""
     found = train(tmp_path / "run", {"name": str(model)}, rl={**RL, "steps": 3, "staleness": 2})
     steps = sorted((found.run.path / "checkpoints").iterdir())
@@ -151,7 +151,7 @@ def test_finished_groups_of_a_checkpoint_keep_their_pictures(model: Path, tmp_pa
 
 
 def assert_same_run(one: ludus.Result, two: ludus.Result) -> None:
-    """The same episodes with the same pictures, the same losses, the same weights."""
+    """The same episodes with the same images, the same losses, the same weights."""
     rows = [
         [{k: row[k] for k in ("loss", "gradient_norm") if k in row} for row in found.run.metrics()]
         for found in (one, two)
@@ -221,7 +221,7 @@ def test_a_run_in_several_processes_is_the_same_run(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_only_the_picture_tells(tmp_path: Path) -> None:
+def test_only_the_image_tells(tmp_path: Path) -> None:
     """Imitation, then RL; with grey screens in the place of coloured ones there is nothing to learn."""
     from colours import run
 

@@ -1,4 +1,4 @@
-"""Pictures through the model server: the three APIs, on a model that sees; and what is refused."""
+"""Images through the model server: the three APIs, on a model that sees; and what is refused."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from vision_models import noise, save_llava
 
 from ludus.chat import Renderer, load_format
 from ludus.core.generation import Sampling
+from ludus.core.images import MOST_PIXELS
 from ludus.core.messages import IMAGE_MARK, Media, Message
-from ludus.core.pictures import MOST_PIXELS
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
 from ludus.engine import EmbeddedEngine, EngineConfig
-from ludus.model.pictures import decode_picture
+from ludus.model.image_files import decode_image
 from ludus.rollouts.message_tree import MessageTree
 from ludus.rollouts.turn_limits import TurnLimits
 from ludus.serve.model import CheckpointService, EpisodeService, EpisodeSession, ModelServer
@@ -48,7 +48,7 @@ def url(media: Media) -> str:
 
 
 def requests(media: Media) -> dict[str, Any]:
-    """The same question in the three APIs: a text, then a picture; greedy."""
+    """The same question in the three APIs: a text, then an image; greedy."""
     text, more = "what colour is ", {"model": "m", "temperature": 0}
     parts = [{"type": "text", "text": text}, {"type": "image_url", "image_url": {"url": url(media)}}]
     items = [{"type": "input_text", "text": text}, {"type": "input_image", "image_url": url(media)}]
@@ -93,28 +93,26 @@ async def served(folder: Path, vision: str = "frozen") -> AsyncIterator[tuple[An
     await engine.close()
 
 
-async def test_the_three_apis_show_the_same_picture(folder: Path) -> None:
+async def test_the_three_apis_show_the_same_image(folder: Path) -> None:
     async with served(folder) as (post, engine, renderer):
-        for picture in (noise(1), noise(2)):
-            opening = renderer.opening(
-                [Message("user", f"what colour is {IMAGE_MARK}", media=(picture,))]
-            )
+        for image in (noise(1), noise(2)):
+            opening = renderer.opening([Message("user", f"what colour is {IMAGE_MARK}", media=(image,))])
             sampling = Sampling(
                 max_tokens=8, temperature=0, stop_tokens=tuple(renderer.tokenizer.stop_tokens)
             )
             direct = await engine.generate(opening.tokens, sampling, media=opening.media)
             expected = renderer.text_of(direct).strip()
-            for path, body in requests(picture).items():
+            for path, body in requests(image).items():
                 status, answer = await post(path, body)
                 assert status == 200, answer
                 assert said(path, answer) == (expected, len(opening.tokens)), path
-            counted = {k: v for k, v in requests(picture)["messages"].items() if k != "temperature"}
+            counted = {k: v for k, v in requests(image)["messages"].items() if k != "temperature"}
             status, answer = await post("messages/count_tokens", counted)
             assert (status, answer["input_tokens"]) == (200, len(opening.tokens))
 
 
 def wide(number: int) -> Media:
-    """A picture of ten million pixels in a few kilobytes."""
+    """An image of ten million pixels in a few kilobytes."""
     file = BytesIO()
     Image.new("RGB", (4000, 2500), (number, 0, 0)).save(file, format="PNG")
     return Media.image(file.getvalue())
@@ -122,7 +120,7 @@ def wide(number: int) -> Media:
 
 @dataclass
 class Decoding:
-    """Watches pictures being decoded."""
+    """Watches images being decoded."""
 
     pixels: int = 0
     most: int = 0
@@ -136,18 +134,18 @@ class Decoding:
             self.most = max(self.most, self.pixels)
         try:
             time.sleep(0.1)  # long enough for all that may to be in here together
-            return decode_picture(data)
+            return decode_image(data)
         finally:
             with self.lock:
                 self.pixels -= pixels
 
 
-async def test_pictures_in_flight_have_a_budget_of_pixels(
+async def test_images_in_flight_have_a_budget_of_pixels(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = Decoding()
     async with served(folder) as (post, _, _):
-        monkeypatch.setattr("ludus.model.images.decode_picture", watched.decode)
+        monkeypatch.setattr("ludus.model.images.decode_image", watched.decode)
         bodies = [requests(wide(number))["chat/completions"] for number in range(12)]
         answers = await asyncio.gather(*(post("chat/completions", body) for body in bodies))
         assert [status for status, _ in answers] == [200] * 12
@@ -155,12 +153,12 @@ async def test_pictures_in_flight_have_a_budget_of_pixels(
     assert watched.most <= MOST_PIXELS
 
 
-async def test_pictures_of_clients_that_have_left_are_not_decoded(
+async def test_images_of_clients_that_have_left_are_not_decoded(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = Decoding()
     async with served(folder) as (post, _, _):
-        monkeypatch.setattr("ludus.model.images.decode_picture", watched.decode)
+        monkeypatch.setattr("ludus.model.images.decode_image", watched.decode)
         bodies = [requests(wide(number))["chat/completions"] for number in range(12)]
         gone = [asyncio.create_task(post("chat/completions", body)) for body in bodies]
         while not watched.begun:  # noqa: ASYNC110 - of threads that know nothing of tests
@@ -194,11 +192,11 @@ def streamed(path: str, events: list[Any]) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
-async def test_streams_with_pictures_add_up_to_the_reply(folder: Path, path: str) -> None:
+async def test_streams_with_images_add_up_to_the_reply(folder: Path, path: str) -> None:
     replies = set()
     async with served(folder) as (post, _, _):
-        for picture in (noise(1), noise(2), noise(3)):
-            body = requests(picture)[path]
+        for image in (noise(1), noise(2), noise(3)):
+            body = requests(image)[path]
             status, plain = await post(path, body)
             assert status == 200, plain
             options = {"stream_options": {"include_usage": True}} if path == "chat/completions" else {}
@@ -206,12 +204,12 @@ async def test_streams_with_pictures_add_up_to_the_reply(folder: Path, path: str
             assert status == 200
             assert streamed(path, events) == said(path, plain)
             replies.add(said(path, plain)[0])
-    assert len(replies) > 1, "the pictures matter"
+    assert len(replies) > 1, "the images matter"
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
-async def test_errors_about_pictures_name_the_message_of_the_client(folder: Path, path: str) -> None:
-    broken = Media.image(b"no picture")
+async def test_errors_about_images_name_the_message_of_the_client(folder: Path, path: str) -> None:
+    broken = Media.image(b"no image")
     body = requests(broken)[path]
     if path == "responses":
         body |= {"instructions": "Look.", "input": [{"role": "user", "content": "hm"}, *body["input"]]}
@@ -231,7 +229,7 @@ async def test_errors_about_pictures_name_the_message_of_the_client(folder: Path
                 assert path == "messages" or answer["error"]["param"] == place
 
 
-async def test_results_of_tools_may_be_pictures(folder: Path) -> None:
+async def test_results_of_tools_may_be_images(folder: Path) -> None:
     async with served(folder) as (post, _, _):
         call = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
         part = {"type": "image_url", "image_url": {"url": url(noise(1))}}
@@ -268,7 +266,7 @@ async def test_results_of_tools_may_be_pictures(folder: Path) -> None:
         ("data:text/plain,hello", "is written data:"),
     ],
 )
-async def test_pictures_that_cannot_be_read_are_the_clients_mistake(
+async def test_images_that_cannot_be_read_are_the_clients_mistake(
     folder: Path, address: str, reason: str
 ) -> None:
     async with served(folder) as (post, _, _):
@@ -290,7 +288,7 @@ async def test_a_model_that_reads_text_only_says_so(folder: Path) -> None:
         assert status == 400
 
 
-async def test_pictures_of_systems_and_assistants_are_refused(folder: Path) -> None:
+async def test_images_of_systems_and_assistants_are_refused(folder: Path) -> None:
     async with served(folder) as (post, _, _):
         part = {"type": "image_url", "image_url": {"url": url(noise(1))}}
         for role in ("system", "assistant"):
@@ -299,7 +297,7 @@ async def test_pictures_of_systems_and_assistants_are_refused(folder: Path) -> N
             assert status == 400 and "for messages of users" in answer["error"]["message"]
 
 
-async def test_episodes_of_programs_record_their_pictures(folder: Path) -> None:
+async def test_episodes_of_programs_record_their_images(folder: Path) -> None:
     model, tokenizer = load_model(ModelConfig(name=str(folder), device="cpu"), 0)
     engine = EmbeddedEngine(model, tokenizer, EngineConfig(cache_tokens=4096))
     tree = MessageTree(

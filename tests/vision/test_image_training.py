@@ -1,4 +1,4 @@
-"""Training on pictures: log-probabilities and gradients against the Hugging Face model's own forward."""
+"""Training on images: log-probabilities and gradients against the Hugging Face model's own forward."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequenc
 from ludus.engine import EmbeddedEngine, EngineConfig
 from ludus.model import image_features, images_of, use_ludus_attention
 from ludus.model.image_features import vision_parameters
-from ludus.model.pictures import decode_picture
-from ludus.observe import keep_pictures, read_trajectories, with_pictures, write_trajectories
+from ludus.model.image_files import decode_image
+from ludus.observe import keep_images, read_trajectories, with_images, write_trajectories
 from ludus.training import (
     Columns,
     Learner,
@@ -52,22 +52,22 @@ def loaded(folder: Path, **more: Any) -> tuple[Any, Renderer]:
     return model, Renderer(tokenizer, load_format("hermes"))
 
 
-async def played(model: Any, renderer: Renderer, *pictures: Media, turns: int = 2) -> Trajectory:
-    """An episode by the engine: one picture in the prompt, another one in each observation."""
+async def played(model: Any, renderer: Renderer, *images: Media, turns: int = 2) -> Trajectory:
+    """An episode by the engine: one image in the prompt, another one in each observation."""
     engine = EmbeddedEngine(
         model, renderer.tokenizer, EngineConfig(cache_tokens=2048, block_size=4, max_running=2)
     )
     trajectory = Trajectory(Task("t"), stop=StopReason.ANSWERED, reward=1.0)
     sequence = trajectory.sequences[0]
-    for turn, picture in enumerate(pictures[:turns]):
-        message = Message("user" if turn == 0 else "tool", "what is \ufffc here", media=(picture,))
+    for turn, image in enumerate(images[:turns]):
+        message = Message("user" if turn == 0 else "tool", "what is \ufffc here", media=(image,))
         if turn == 0:
             context = renderer.opening([message])
         else:
             context = renderer.next_context(sequence, trajectory.messages, [message])
         kind = SegmentKind.OBSERVATION if turn else SegmentKind.PROMPT
         sequence.segments.append(Segment(kind, context.tokens, media=context.media))
-        sampling = Sampling(max_tokens=5, seed=turn + len(pictures))
+        sampling = Sampling(max_tokens=5, seed=turn + len(images))
         made = await engine.generate(sequence.tokens, sampling, session="s", media=sequence.media)
         sequence.segments.append(Segment(SegmentKind.ACTION, made.tokens, made.logprobs))
         trajectory.messages += [message, Message("assistant", "?")]
@@ -76,11 +76,11 @@ async def played(model: Any, renderer: Renderer, *pictures: Media, turns: int = 
 
 
 def stock_logprobs(
-    folder: Path, model: Any, tokens: Sequence[int], pictures: Sequence[Media]
+    folder: Path, model: Any, tokens: Sequence[int], images: Sequence[Media]
 ) -> torch.Tensor:
     """[T - 1]: of each token but the first, by the model's own forward, with gradients."""
     processor: Any = AutoProcessor.from_pretrained(folder)
-    images = [decode_picture(picture.data or b"") for picture in pictures]
+    images = [decode_image(image.data or b"") for image in images]
     text = processor.image_token * len(images)
     inputs = dict(processor(text=text, images=images, return_tensors="pt"))
     pixels = {name: v for name, v in inputs.items() if name not in ("input_ids", "attention_mask")}
@@ -107,7 +107,7 @@ async def episodes(model: Any, renderer: Renderer) -> tuple[list[Trajectory], li
 async def test_recomputed_logprobs_equal_the_engines(folder: Path) -> None:
     model, renderer = loaded(folder)
     shown = [(noise(1), noise(2, (33, 40))), (noise(3), noise(1)), (noise(4), noise(5))]
-    found = [await played(model, renderer, *pictures) for pictures in shown]
+    found = [await played(model, renderer, *images) for images in shown]
     rows = rows_of(found)
     assert [len(row.images) for row in rows] == [2, 2, 2]
     action_T = concat_masks(row.action_mask for row in rows)
@@ -121,7 +121,7 @@ async def test_recomputed_logprobs_equal_the_engines(folder: Path) -> None:
         )
         for row in rows[1:]
     ]
-    with pytest.raises(AssertionError):  # other pictures, the same tokens
+    with pytest.raises(AssertionError):  # other images, the same tokens
         others = concat_masks(row.action_mask for row in swapped)
         again = logprobs_of(model, swapped, others, 1.0, 10_000)[others]
         torch.testing.assert_close(again, sampled[-len(again) :], atol=1e-4, rtol=0)
@@ -132,7 +132,7 @@ async def test_recomputed_logprobs_equal_the_engines(folder: Path) -> None:
 async def test_gradients_equal_the_stock_models(
     folder: Path, vision: str, share: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With `share`, two of the rows have their prompt, picture included, computed once for both."""
+    """With `share`, two of the rows have their prompt, image included, computed once for both."""
     monkeypatch.setattr(prefixes, "BLOCK", 1)
     monkeypatch.setattr(prefixes, "_SHORTEST", 1)
     model, renderer = loaded(folder, vision=vision)
@@ -142,13 +142,13 @@ async def test_gradients_equal_the_stock_models(
     columns = Columns.of(rows, weights, weights)
     (pack,) = packs_of(rows, columns, 10_000, share=share)
     if share:
-        behind = found[0].sequences[0].media[0].stop  # of the picture that two rows share
+        behind = found[0].sequences[0].media[0].stop  # of the image that two rows share
         assert pack.fold is not None and sum(pack.lengths) - pack.computed > behind
     logprobs, _ = action_logprobs(model, pack, 1.0)
     (-logprobs.sum()).backward()
     stock: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-    for row, pictures in zip(rows, shown, strict=True):
-        given = stock_logprobs(folder, stock, row.tokens, pictures)
+    for row, images in zip(rows, shown, strict=True):
+        given = stock_logprobs(folder, stock, row.tokens, images)
         mask = torch.tensor(row.action_mask[1:])
         (-given[mask].sum()).backward()
     expected = {name: p.grad for name, p in stock.named_parameters()}
@@ -163,7 +163,7 @@ async def test_gradients_equal_the_stock_models(
             torch.testing.assert_close(parameter.grad, expected[name], atol=2e-4, rtol=1e-3, msg=name)
 
 
-async def test_a_split_pack_keeps_each_picture_with_its_row(folder: Path) -> None:
+async def test_a_split_pack_keeps_each_image_with_its_row(folder: Path) -> None:
     model, renderer = loaded(folder)
     found = [await played(model, renderer, noise(i), noise(i + 1)) for i in range(1, 4)]
     rows = rows_of(found)
@@ -196,7 +196,7 @@ async def test_a_sampled_placeholder_is_trained_like_any_other_token(folder: Pat
     torch.testing.assert_close(recomputed, torch.tensor(scored[-len(sampled) :]), atol=1e-4, rtol=0)
 
 
-async def test_pictures_survive_files_and_are_missed_loudly(folder: Path, tmp_path: Path) -> None:
+async def test_images_survive_files_and_are_missed_loudly(folder: Path, tmp_path: Path) -> None:
     model, renderer = loaded(folder)
     found = [await played(model, renderer, noise(1), noise(2))]
     file = tmp_path / "kept.parquet"
@@ -205,21 +205,21 @@ async def test_pictures_survive_files_and_are_missed_loudly(folder: Path, tmp_pa
     assert [s.data for s in bare[0].sequences[0].media] == [None, None]
     assert bare[0].sequences[0].media == found[0].sequences[0].media
     mask = concat_masks(row.action_mask for row in rows_of(bare))
-    fresh, _ = loaded(folder)  # which has no memory of these pictures
+    fresh, _ = loaded(folder)  # which has no memory of these images
     with pytest.raises(LudusError, match=r"not at hand.*media/"):
         logprobs_of(fresh, rows_of(bare), mask, 1.0, 10_000)
     with pytest.raises(ConfigError, match=noise(1).sha256):
-        with_pictures(read_trajectories(file), file)
-    keep_pictures(tmp_path, found)
-    again = with_pictures(read_trajectories(file), file)
+        with_images(read_trajectories(file), file)
+    keep_images(tmp_path, found)
+    again = with_images(read_trajectories(file), file)
     expected = logprobs_of(model, rows_of(found), mask, 1.0, 10_000)
     torch.testing.assert_close(logprobs_of(fresh, rows_of(again), mask, 1.0, 10_000), expected)
     (tmp_path / "media" / noise(1).sha256).write_bytes(b"damaged")
     with pytest.raises(ConfigError, match="damaged"):
-        with_pictures(read_trajectories(file), file)
+        with_images(read_trajectories(file), file)
 
 
-async def test_observations_with_pictures_are_trained_without_them(folder: Path) -> None:
+async def test_observations_with_images_are_trained_without_them(folder: Path) -> None:
     model, renderer = loaded(folder)
     (row,) = rows_of([await played(model, renderer, noise(1), noise(2))])
     assert any(row.observation_mask)
@@ -227,7 +227,7 @@ async def test_observations_with_pictures_are_trained_without_them(folder: Path)
         assert not any(row.observation_mask[span.start : span.stop])
 
 
-def test_a_text_model_refuses_the_pictures_of_another(folder: Path) -> None:
+def test_a_text_model_refuses_the_images_of_another(folder: Path) -> None:
     model, _ = loaded(folder, vision="off")
     assert images_of(model) is None
     _, renderer = loaded(folder)
@@ -240,7 +240,7 @@ def test_a_text_model_refuses_the_pictures_of_another(folder: Path) -> None:
 
 
 def counted(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A number for each picture that goes through the vision tower."""
+    """A number for each image that goes through the vision tower."""
     seen: list[int] = []
     compute = model.get_image_features
 
@@ -255,7 +255,7 @@ def counted(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("vision", ["frozen", "trained"])
-async def test_a_frozen_tower_sees_a_picture_once_an_update(
+async def test_a_frozen_tower_sees_a_image_once_an_update(
     folder: Path, vision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Played by an engine, scored, and trained in many micro-batches; the gradients are those of the first."""
@@ -308,9 +308,9 @@ async def test_features_are_kept_within_a_bound(folder: Path, monkeypatch: pytes
 
 
 def test_a_trained_vision_part_has_a_gradient_from_every_pass(folder: Path) -> None:
-    """Which is 0 without pictures: ranks sum gradients tensor by tensor, wherever the pictures are."""
+    """Which is 0 without images: ranks sum gradients tensor by tensor, wherever the images are."""
     model, renderer = loaded(folder, vision="trained")
-    opening = renderer.opening([Message("user", "no picture")])
+    opening = renderer.opening([Message("user", "no image")])
     segments = [
         Segment(SegmentKind.PROMPT, opening.tokens),
         Segment(SegmentKind.ACTION, [5, 6], [0.0, 0.0]),

@@ -20,12 +20,12 @@ LLAVA_TEMPLATE = (
     "{% for part in message.content | selectattr('type', 'equalto', 'text') %}{{ part.text }}{% endfor %}"
     "<|im_end|>{% endfor %}{% if add_generation_prompt %}ASSISTANT: {% endif %}"
 )
-"""Content in parts alone, pictures before text, as LLaVA's has it."""
+"""Content in parts alone, images before text, as LLaVA's has it."""
 
 
 @cache
-def picture(colour: str, size: tuple[int, int] = (20, 20)) -> Media:
-    """A picture of one colour."""
+def image(colour: str, size: tuple[int, int] = (20, 20)) -> Media:
+    """An image of one colour."""
     from PIL import Image
 
     file = BytesIO()
@@ -34,7 +34,7 @@ def picture(colour: str, size: tuple[int, int] = (20, 20)) -> Media:
 
 
 def noise(seed: int, size: tuple[int, int] = (20, 20)) -> Media:
-    """A picture in which no two patches are alike."""
+    """An image in which no two patches are alike."""
     import numpy as np
     from PIL import Image
 
@@ -45,7 +45,7 @@ def noise(seed: int, size: tuple[int, int] = (20, 20)) -> Media:
 
 
 def _tokenizer(specials: tuple[str, ...], template: str = CHATML) -> Any:
-    fitted = fit_tokenizer(["red green blue what colour is this picture of"] * 20, 400)
+    fitted = fit_tokenizer(["red green blue what colour is this image of"] * 20, 400)
     fitted.add_special_tokens({"additional_special_tokens": list(specials)})
     fitted.chat_template = template
     return fitted
@@ -79,7 +79,7 @@ def _clip(**more: Any) -> dict[str, Any]:
 
 
 def save_llava(folder: Path, *, template: str = CHATML, seed: int = 0) -> Path:
-    """LLaVA's shape: a CLIP tower, four placeholders a picture."""
+    """LLaVA's shape: a CLIP tower, four placeholders an image."""
     from transformers import (
         CLIPVisionConfig,
         LlamaConfig,
@@ -113,7 +113,7 @@ def save_llava(folder: Path, *, template: str = CHATML, seed: int = 0) -> Path:
 
 
 def save_idefics3(folder: Path, *, template: str = CHATML, seed: int = 0) -> Path:
-    """Idefics3's shape, as SmolVLM has it: pictures in tiles, with tokens of their own around placeholders."""
+    """Idefics3's shape, as SmolVLM has it: images in tiles, with tokens of their own around placeholders."""
     from transformers import Idefics3Config, Idefics3ForConditionalGeneration, Idefics3Processor
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
@@ -147,7 +147,7 @@ def _save(folder: Path, kind: Any, config: Any, processor: Any, seed: int) -> Pa
 
 
 def save_llava_next(folder: Path) -> Path:
-    """LLaVA-NeXT's shape: tiles by the picture's aspect, and a feature at the end of each line."""
+    """LLaVA-NeXT's shape: tiles by the image's aspect, and a feature at the end of each line."""
     from transformers import (
         CLIPVisionConfig,
         LlamaConfig,
@@ -198,7 +198,7 @@ def save_qwen2_vl(folder: Path) -> Path:
 
 
 def save_gemma3(folder: Path) -> Path:
-    """Gemma 3's shape: the tokens of a picture see each other in both directions."""
+    """Gemma 3's shape: the tokens of an image see each other in both directions."""
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3Processor
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 

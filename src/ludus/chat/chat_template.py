@@ -198,7 +198,7 @@ def _chat(entry: ChatEntry, write: Writer) -> Json:
 
 
 def _content(pieces: Sequence[Piece], written: Sequence[str]) -> str | list[Json]:
-    """A text; with pictures in it, a list of parts."""
+    """A text; with images in it, a list of parts."""
     if not any(piece.is_image for piece in pieces):
         return "".join(written)
     parts: list[Json] = []

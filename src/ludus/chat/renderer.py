@@ -54,7 +54,7 @@ class NextContext:
     continues_turn: bool = False
     """The assistant's turn was not closed: the next action continues it."""
     media: tuple[MediaSpan, ...] = ()
-    """Which of the tokens stand for pictures."""
+    """Which of the tokens stand for images."""
 
 
 class Renderer:
@@ -95,7 +95,7 @@ class Renderer:
         self.history = history
         self.turns = turns
         self.images: ImageTokens | None = getattr(tokenizer, "images", None)
-        """How pictures are shown; None for a model that reads text only."""
+        """How images are shown; None for a model that reads text only."""
         self._template = SafeTemplate(tokenizer)
         self._cache = RenderCache()
         self._bound: LruCache[Self | None] = LruCache(MOST_BOUND)
@@ -150,7 +150,7 @@ class Renderer:
         return self.opening(messages, tools).tokens
 
     def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> NextContext:
-        """The same, with where its pictures stand. Raises `PictureError` for one that cannot be read."""
+        """The same, with where its images stand. Raises `ImageError` for one that cannot be read."""
         return self._with_images(NextContext(self._prompt(messages, tools), restart=True), messages)
 
     def _with_images(self, context: NextContext, messages: Sequence[Message]) -> NextContext:
@@ -160,23 +160,23 @@ class Renderer:
         if self.images is None:
             warn_of_unseen()
             return context
-        pictures = [one for message in messages for one in shown_images(message)]
-        if context.tokens.count(self.images.token) != len(pictures):
+        images = [one for message in messages for one in shown_images(message)]
+        if context.tokens.count(self.images.token) != len(images):
             raise ConfigError(
                 f"the chat template writes {context.tokens.count(self.images.token)} image tokens for "
-                f"{len(pictures)} pictures; give the tokenizer another chat_template"
+                f"{len(images)} images; give the tokenizer another chat_template"
             )
         tokens: list[int] = []
         spans: list[MediaSpan] = []
-        left = iter(pictures)
+        left = iter(images)
         for token in context.tokens:
             if token != self.images.token:
                 tokens.append(token)
                 continue
-            picture = next(left)
+            image = next(left)
             start = len(tokens)
-            tokens += self.images.tokens(picture)
-            spans.append(MediaSpan(picture.sha256, start, len(tokens), picture.data))
+            tokens += self.images.tokens(image)
+            spans.append(MediaSpan(image.sha256, start, len(tokens), image.data))
         return replace(context, tokens=tokens, media=tuple(spans))
 
     def _prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
@@ -229,7 +229,7 @@ class Renderer:
     def _raw(self, result: Message) -> list[Piece]:
         """A result in its frame, on lines of its own. The frame is trusted, the result is not."""
         opening, closing = self.format.result_frame
-        # the template writes nothing here, so the placeholder of a picture stands in the text
+        # the template writes nothing here, so the placeholder of an image stands in the text
         pieces = content_pieces(result, replace(self.features, image_roles=frozenset()), "tool")
         return [Piece(f"\n{opening}", True), *pieces, Piece(f"{closing}\n", True)]
 
@@ -358,7 +358,7 @@ class Renderer:
 def warn_of_unseen() -> None:
     """Once in a process; the metric has the count."""
     log.warning(
-        "pictures (or other media) come up, and the model is not shown them: it reads text only, or they could "
+        "images (or other media) come up, and the model is not shown them: it reads text only, or they could "
         "not be read. In episodes images_unseen counts them; docs/images.md says which models see"
     )
 

@@ -49,7 +49,7 @@ class Piece:
     identifier: bool = False
     """The id of a call: it may be replaced by another one, but not by a longer one."""
     is_image: bool = False
-    """A picture, for a template that is given pictures as parts of their own and writes their placeholders."""
+    """An image, for a template that is given images as parts of their own and writes their placeholders."""
 
 
 @dataclass(frozen=True, slots=True)

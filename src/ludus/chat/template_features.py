@@ -32,9 +32,9 @@ class TemplateFeatures:
     rewrites: tuple[str, ...] = ()
     """The kinds of conversation in which it rewrites earlier turns; empty when it preserves prefixes."""
     image: str = ""
-    """The placeholder of a picture; empty for a model that reads text only."""
+    """The placeholder of an image; empty for a model that reads text only."""
     image_roles: frozenset[Role] = frozenset()
-    """The roles whose pictures it writes itself; elsewhere the placeholder stands in the text."""
+    """The roles whose images it writes itself; elsewhere the placeholder stands in the text."""
 
 
 def chat_entries(
@@ -80,24 +80,24 @@ def _entry(message: Message, format: ActionFormat, features: TemplateFeatures) -
 
 
 def shown_images(message: Message) -> list[Media]:
-    """The pictures of a message that a model which sees is shown: not what an assistant wrote."""
+    """The images of a message that a model which sees is shown: not what an assistant wrote."""
     return [] if message.role == "assistant" else [one for one in message.media if one.is_image]
 
 
 def content_pieces(message: Message, features: TemplateFeatures, role: Role) -> tuple[Piece, ...]:
-    """A message's text with its pictures in their places: at their marks, or before the text."""
+    """A message's text with its images in their places: at their marks, or before the text."""
     content, images = message.content, len(shown_images(message))
     if not images or not features.image:
         return (Piece(content.replace(IMAGE_MARK, UNSEEN, images)),)
     *texts, last = content.split(IMAGE_MARK, images)
     is_part = role in features.image_roles
-    picture = Piece("", True, is_image=True) if is_part else Piece(features.image, True)
+    image = Piece("", True, is_image=True) if is_part else Piece(features.image, True)
     gap = () if is_part else (Piece("\n", True),)
     pieces: list[Piece] = []
     for _ in range(images - len(texts)):
-        pieces += [picture, *gap]
+        pieces += [image, *gap]
     for text in texts:
-        pieces += [Piece(text), picture] if text else [picture]
+        pieces += [Piece(text), image] if text else [image]
     return (*pieces, Piece(last)) if last or not pieces else tuple(pieces)
 
 
@@ -121,7 +121,7 @@ def _merged(made: Sequence[ChatEntry]) -> list[ChatEntry]:
 
 
 UNSEEN = "[image]"
-"""What stands in the place of a picture for a model that reads text only."""
+"""What stands in the place of an image for a model that reads text only."""
 
 # Probing: the template renders small conversations, and its output shows what it does.
 
@@ -163,7 +163,7 @@ def probe(template: SafeTemplate, format: ActionFormat) -> TemplateFeatures:
 
 
 def _image_roles(tokenizer: Tokenizer, placeholder: str, before: list[Json]) -> frozenset[Role]:
-    """The roles in which the template writes one placeholder for a part that is a picture."""
+    """The roles in which the template writes one placeholder for a part that is an image."""
 
     def takes(role: Role) -> bool:
         parts = [{"type": "image"}, {"type": "text", "text": WORD}]

@@ -114,7 +114,7 @@ class HFTokenizer:
         """`stop_tokens` are further ones, such as the `eos_token_id` of a generation config."""
         self.inner: Any = tokenizer
         self.images: ImageTokens | None = None
-        """How prompts show pictures; None for a model that reads text only."""
+        """How prompts show images; None for a model that reads text only."""
         self._template: str | None = chat_template
         if chat_template is None and not getattr(tokenizer, "chat_template", None):
             self._template = CHATML

@@ -28,7 +28,7 @@ from ludus.rollouts.agent import Agent
 from ludus.rollouts.env_contract import Clause, EnvContract
 from ludus.rollouts.episode import Episode
 from ludus.rollouts.rollout import Rollout
-from ludus.rollouts.row_pictures import undecodable_pictures
+from ludus.rollouts.row_images import undecodable_images
 from ludus.rollouts.tasksets import load_tasks
 from ludus.sandbox import close_shared_sandboxes
 from ludus.tools import example_of, shut
@@ -113,7 +113,7 @@ async def _set_findings(plan: TaskSetSpec, call_tools: bool | None, seconds: flo
         findings.append(
             ("warning", f"{len(both)} held-out tasks are trained on too, such as {both[0]!r}")
         )
-    findings += await asyncio.to_thread(_pictures, parts)
+    findings += await asyncio.to_thread(_images, parts)
     for name, factory in parts.all_envs.items():
         settings = recipe.agent.pools.get(name, PoolConfig())
         found = _env(factory, parts.tasks[:1], name, settings.isolation)
@@ -133,8 +133,8 @@ async def _set_findings(plan: TaskSetSpec, call_tools: bool | None, seconds: flo
     return findings
 
 
-def _pictures(parts: Parts) -> Findings:
-    """Every picture of the tasks and demonstrations, decoded as a run would decode it."""
+def _images(parts: Parts) -> Findings:
+    """Every image of the tasks and demonstrations, decoded as a run would decode it."""
     tasks = (task.messages for task in chain(parts.tasks, parts.held_out))
     shown = parts.demonstrations
     conversations = () if shown is None or callable(shown) else shown
@@ -142,13 +142,13 @@ def _pictures(parts: Parts) -> Findings:
     if not messages:
         return []
     try:
-        broken = list(undecodable_pictures(messages))
+        broken = list(undecodable_images(messages))
     except MissingExtraError as error:
-        return [("skipped", f"pictures were not decoded: {error}")]
+        return [("skipped", f"images were not decoded: {error}")]
     told = [("error", text) for text in broken[:MOST_TOLD]]
     if len(broken) > MOST_TOLD:
-        told.append(("error", f"and {len(broken) - MOST_TOLD} more pictures cannot be decoded"))
-    return told or [("info", f"the pictures of {len(messages)} messages can be decoded")]
+        told.append(("error", f"and {len(broken) - MOST_TOLD} more images cannot be decoded"))
+    return told or [("info", f"the images of {len(messages)} messages can be decoded")]
 
 
 async def _within(seconds: float, what: str, work: Coroutine[Any, Any, Findings]) -> Findings:

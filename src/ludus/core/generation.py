@@ -140,7 +140,7 @@ class Engine(Protocol):
     ) -> Completion:
         """Continue `tokens`. A session keeps its KV for the next call whose tokens extend these.
 
-        `media` says which tokens stand for pictures, with their bytes; engines that read text only refuse it.
+        `media` says which tokens stand for images, with their bytes; engines that read text only refuse it.
         `on_tokens` sees tokens early and decides nothing: the completion has all of them again. The token that
         ends the generation is not reported, and an engine that learns of tokens only at the end reports none.
         It must not raise.

@@ -39,8 +39,8 @@ Origin = Annotated[str, Field(exclude=True), SkipJsonSchema()]
 """The file and line that something was read from, for messages: known in this process, and written nowhere."""
 
 IMAGE_MARK = "\ufffc"
-"""Where a picture of `Message.media` stands in the text (Unicode's object replacement character). The marks
-are those of the last pictures, in order; those before them stand before the text. Further marks are text."""
+"""Where an image of `Message.media` stands in the text (Unicode's object replacement character). The marks
+are those of the last images, in order; those before them stand before the text. Further marks are text."""
 
 _SHAREGPT = {
     "human": "user",
@@ -63,7 +63,7 @@ class Media:
 
     @classmethod
     def image(cls, data: bytes, kind: str = "image") -> Media:
-        """A picture: the bytes of a PNG, JPEG, WebP, GIF or BMP file."""
+        """An image: the bytes of a PNG, JPEG, WebP, GIF or BMP file."""
         return cls(kind, hashlib.sha256(data).hexdigest(), data)
 
     @property
@@ -192,8 +192,8 @@ def _from_sharegpt(raw: Mapping[str, Any]) -> Json:
 
 
 def _content(content: Any, has_calls: bool) -> tuple[Any, tuple[Media, ...]]:
-    """A message's text and pictures; a call may come without any, and both may come in parts."""
-    from ludus.core.pictures import PARTS, picture_of_part  # which makes `Media`
+    """A message's text and images; a call may come without any, and both may come in parts."""
+    from ludus.core.images import PARTS, image_of_part  # which makes `Media`
 
     if has_calls and (content is None or content == []):
         return "", ()
@@ -203,7 +203,7 @@ def _content(content: Any, has_calls: bool) -> tuple[Any, tuple[Media, ...]]:
     for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind in PARTS:
-            media.append(picture_of_part(part))
+            media.append(image_of_part(part))
             texts.append(IMAGE_MARK)
         elif kind == "text" and isinstance(part.get("text"), str):
             texts.append(part["text"])

@@ -22,23 +22,23 @@ SPECIALS = (
 
 
 class ImageTokens(Protocol):
-    """How a model's prompts say that a picture stands here."""
+    """How a model's prompts say that an image stands here."""
 
     @property
     def token(self) -> int:
-        """The placeholder, one of the tokenizer's controls: a part of a picture is read where it stands."""
+        """The placeholder, one of the tokenizer's controls: a part of an image is read where it stands."""
 
     @property
     def text(self) -> str:
-        """The placeholder's text; chat templates write it once for each picture."""
+        """The placeholder's text; chat templates write it once for each image."""
 
     def pixels(self, media: Media) -> int:
-        """How many pixels it has, by its header; `PictureError` if it has none, or too many."""
+        """How many pixels it has, by its header; `ImageError` if it has none, or too many."""
 
     def tokens(self, media: Media) -> list[int]:
-        """What stands for this picture: placeholders, and what the model wants around them.
+        """What stands for this image: placeholders, and what the model wants around them.
 
-        Raises `PictureError` if it cannot be read. The result is kept: the same picture costs nothing again.
+        Raises `ImageError` if it cannot be read. The result is kept: the same image costs nothing again.
         """
 
 

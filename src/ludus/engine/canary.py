@@ -1,6 +1,6 @@
 """The canary: after new weights, a replica scores a fixed text, and the trainer's own numbers must come back.
 
-Of a model that sees, the text begins with a picture: what the vision part makes of it is in every number.
+Of a model that sees, the text begins with an image: what the vision part makes of it is in every number.
 
 An update that reports success can be half an update: a tensor that was not copied, a head that is tied to the
 embedding and kept its old copy. What is sampled then comes from no policy at all, and nothing else would say
@@ -23,8 +23,8 @@ import numpy as np
 from ludus.core.failures import EngineError
 from ludus.core.messages import MediaSpan
 from ludus.core.random import key, uniforms
+from ludus.model.image_files import noise_image
 from ludus.model.images import ImageProcessor
-from ludus.model.pictures import noise_picture
 
 CANARY_TOKENS = 64
 TOLERANCE = {"float32": 2e-4, "bfloat16": 0.15, "float16": 0.05}
@@ -49,16 +49,16 @@ class Canary:
     ) -> Canary:
         """For a model with so many tokens, of so many in a row; `dtype` is that of its weights.
 
-        `images` is how it is shown pictures. A context that no picture fits into has none.
+        `images` is how it is shown images. A context that no image fits into has none.
         """
-        picture = noise_picture(0) if images is not None else None
-        shown = images.tokens(picture) if images is not None and picture is not None else []
+        image = noise_image(0) if images is not None else None
+        shown = images.tokens(image) if images is not None and image is not None else []
         if context is not None and len(shown) >= context:
-            picture, shown = None, []
+            image, shown = None, []
         count = min(CANARY_TOKENS, context - len(shown)) if context else CANARY_TOKENS
         drawn = (uniforms(key("canary"), np.arange(count)) * vocabulary).astype(np.int64)
         tolerance = TOLERANCE.get(dtype, max(TOLERANCE.values()))
-        media = () if picture is None else (MediaSpan(picture.sha256, 0, len(shown), picture.data),)
+        media = () if image is None else (MediaSpan(image.sha256, 0, len(shown), image.data),)
         return cls((*shown, *drawn.tolist()), tolerance, media)
 
     def check(self, expected: Sequence[float], found: Sequence[float], name: str, version: int) -> float:

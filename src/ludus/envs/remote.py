@@ -2,7 +2,7 @@
 
 An instance here stands for a session there: a reset opens one for its task, and the pool closes it when the
 episode is over, because others may wait for what it holds there. Tools are checked and run over
-there; schemas, arguments, results, rewards and pictures travel as JSON. A server that is gone, restarted or
+there; schemas, arguments, results, rewards and images travel as JSON. A server that is gone, restarted or
 hangs is an infrastructure failure (`InfraError`), and the episode is played again; calls that may be sent again
 are, and run once (see `RemoteTools`).
 

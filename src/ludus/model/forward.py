@@ -71,7 +71,7 @@ def hidden_states(
 ) -> Tensor:
     """[T, hidden]: the decoder's last hidden states of flat tokens [T]; the fused forward where it fits.
 
-    `embedded_TH` is read in the place of the tokens' embeddings, where there are pictures.
+    `embedded_TH` is read in the place of the tokens' embeddings, where there are images.
     """
     parts = None if unavailable(device_of(model)) else decoder_parts(decoder_of(model))
     if parts is not None:

@@ -1,8 +1,8 @@
-"""The probe that decides whether a model's pictures can be run: its own forward against ours, on two pictures.
+"""The probe that decides whether a model's images can be run: its own forward against ours, on two images.
 
 Ours puts features in the place of placeholders and counts positions one by one, with causal attention. Models
-that give a picture's tokens positions in two dimensions (M-RoPE), let them look at each other in both
-directions, or feed pictures into deeper layers come out differently, and are refused.
+that give an image's tokens positions in two dimensions (M-RoPE), let them look at each other in both
+directions, or feed images into deeper layers come out differently, and are refused.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ludus.core.messages import Media, MediaSpan
 from ludus.model.forward import head_logits
 from ludus.model.hf_model import decoder_of, device_of, sampling_mode, text_config, unwrapped
 from ludus.model.image_features import embedded
+from ludus.model.image_files import decode_image, noise_image
 from ludus.model.images import ImageProcessor, images_of
-from ludus.model.pictures import decode_picture, noise_picture
 from ludus.model.probes import agree
 
 FAMILIES = "LLaVA, LLaVA-NeXT, LLaVA-OneVision, Idefics3, SmolVLM, InternVL"
@@ -26,28 +26,28 @@ _INSTEAD = f'use a model such as {FAMILIES}, or set model.vision = "off" to trai
 
 
 def check_positions(model: nn.Module) -> None:
-    """Refuse a model that says itself that its pictures have positions of another kind."""
+    """Refuse a model that says itself that its images have positions of another kind."""
     rotation = getattr(text_config(model), "rope_parameters", None) or {}
     if "mrope_section" in rotation:
         raise ConfigError(
-            f"{type(unwrapped(model)).__name__} gives the tokens of a picture positions in two or three "
+            f"{type(unwrapped(model)).__name__} gives the tokens of an image positions in two or three "
             f"dimensions (M-RoPE), which Ludus does not run: {_INSTEAD}"
         )
 
 
 def check_images(model: nn.Module) -> None:
-    """Refuse a model whose pictures `embedded` does not reproduce. Its attention must be its own."""
+    """Refuse a model whose images `embedded` does not reproduce. Its attention must be its own."""
     inner, processor = unwrapped(model), images_of(model)
     assert processor is not None
     name = type(inner).__name__
-    pictures = [noise_picture(seed) for seed in (0, 1)]
+    probes = [noise_image(seed) for seed in (0, 1)]
     text = f"{processor.text}\n{processor.text}\n"
-    images = [decode_picture(picture.data or b"") for picture in pictures]
+    images = [decode_image(probe.data or b"") for probe in probes]
     made = dict(processor.inner(text=text, images=images, add_special_tokens=False, return_tensors="pt"))
-    spans = _spans(processor, made["input_ids"][0].tolist(), pictures)
+    spans = _spans(processor, made["input_ids"][0].tolist(), probes)
     if spans is None:
         raise ConfigError(
-            f"the processor of {name} writes a picture in other tokens beside another one than alone: "
+            f"the processor of {name} writes an image in other tokens beside another one than alone: "
             f"{_INSTEAD}"
         )
     with torch.no_grad(), sampling_mode(model):
@@ -55,8 +55,8 @@ def check_images(model: nn.Module) -> None:
         given = _ours(model, made["input_ids"][0].to(device_of(model)), spans)
     if not agree(given, expected):
         raise ConfigError(
-            f"{name} does something else with pictures than to read their features in the place of placeholder "
-            "tokens (positions in two dimensions, attention in both directions, or pictures in deeper layers): "
+            f"{name} does something else with images than to read their features in the place of placeholder "
+            "tokens (positions in two dimensions, attention in both directions, or images in deeper layers): "
             f"{_INSTEAD}"
         )
 
@@ -77,17 +77,15 @@ def _placed(made: dict[str, Any], model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _spans(
-    processor: ImageProcessor, tokens: list[int], pictures: list[Media]
-) -> list[MediaSpan] | None:
-    """Where each picture's tokens stand; None if they are not there."""
+def _spans(processor: ImageProcessor, tokens: list[int], images: list[Media]) -> list[MediaSpan] | None:
+    """Where each image's tokens stand; None if they are not there."""
     spans: list[MediaSpan] = []
     start = 0
-    for picture in pictures:
-        own = processor.tokens(picture)
+    for image in images:
+        own = processor.tokens(image)
         found = next((i for i in range(start, len(tokens)) if tokens[i : i + len(own)] == own), None)
         if found is None:
             return None
         start = found + len(own)
-        spans.append(MediaSpan(picture.sha256, found, start, picture.data))
+        spans.append(MediaSpan(image.sha256, found, start, image.data))
     return spans

@@ -1,7 +1,7 @@
-"""The features of pictures: what a model's vision tower and projector make of them, read at placeholders.
+"""The features of images: what a model's vision tower and projector make of them, read at placeholders.
 
 Features that have no gradient are kept until the weights change (`forget_features`), and the engine and the
-trainer of one module share them: a picture goes through a frozen tower once an update, whoever asks first.
+trainer of one module share them: an image goes through a frozen tower once an update, whoever asks first.
 """
 
 from __future__ import annotations
@@ -18,23 +18,21 @@ import torch
 from torch import Tensor, nn
 
 from ludus.core.failures import ConfigError, LudusError
+from ludus.core.images import ImageError
 from ludus.core.lru import LruCache
 from ludus.core.messages import MediaSpan
-from ludus.core.pictures import PictureError
 from ludus.model.hf_model import decoder_of, device_of, unwrapped
 from ludus.model.images import EncodedImage, ImageProcessor, images_of, seeing
 
 FEATURE_BYTES = 1 << 28
 """What the features that are kept for a model may take together."""
-_WHERE = (
-    "files of episodes refer to pictures by their hash, and the bytes are in the run's folder media/"
-)
+_WHERE = "files of episodes refer to images by their hash, and the bytes are in the run's folder media/"
 _kept: WeakKeyDictionary[nn.Module, LruCache[Tensor]] = WeakKeyDictionary()
 """By the model whose vision part made them."""
 
 
 def vision_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """What only pictures pass through: all parameters outside of the decoder and the LM head."""
+    """What only images pass through: all parameters outside of the decoder and the LM head."""
     inner = seeing(model)
     parts = (decoder_of(inner), inner.get_output_embeddings(), inner.get_input_embeddings())
     text = {id(p) for part in parts for p in part.parameters()}
@@ -49,17 +47,17 @@ def forget_features(model: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PlacedFeatures:
-    """The features of pictures, and their places among flat tokens."""
+    """The features of images, and their places among flat tokens."""
 
     places_P: npt.NDArray[np.int64]
     features_PH: Tensor
 
 
 def placed_features(model: nn.Module, images: Sequence[MediaSpan]) -> PlacedFeatures | None:
-    """The features of the pictures in these spans, each picture computed once; None where there are none.
+    """The features of the images in these spans, each image computed once; None where there are none.
 
-    A vision part that is trained has a gradient from every pass, which is 0 where no picture was in it. So a
-    step changes the same parameters wherever pictures are: ranks add up their gradients tensor by tensor, and
+    A vision part that is trained has a gradient from every pass, which is 0 where no image was in it. So a
+    step changes the same parameters wherever images are: ranks add up their gradients tensor by tensor, and
     would wait for each other for ever where one of them has none of the tower.
     """
     processor, trained = images_of(model), _trained(model)
@@ -68,7 +66,7 @@ def placed_features(model: nn.Module, images: Sequence[MediaSpan]) -> PlacedFeat
         return None
     if processor is None:
         raise LudusError(
-            f"{type(unwrapped(model)).__name__} reads text only, and the episodes hold pictures that were "
+            f"{type(unwrapped(model)).__name__} reads text only, and the episodes hold images that were "
             "shown to another model"
         )
     weight = seeing(model).get_input_embeddings().weight
@@ -76,12 +74,12 @@ def placed_features(model: nn.Module, images: Sequence[MediaSpan]) -> PlacedFeat
     places: list[npt.NDArray[np.int64]] = [np.empty(0, dtype=np.int64)]
     for span in images:
         try:
-            picture = processor.of_span(span)
-        except PictureError as error:
+            image = processor.of_span(span)
+        except ImageError as error:
             raise LudusError(f"{error}: {_WHERE}") from error
         if span.sha256 not in known:
-            known[span.sha256] = _features(model, span.sha256, picture, is_kept=not trained)
-        places.append(span.start + picture.places)
+            known[span.sha256] = _features(model, span.sha256, image, is_kept=not trained)
+        places.append(span.start + image.places)
     found = [known[span.sha256].to(weight.dtype) for span in images]
     features_PH = torch.cat(found) if found else weight.new_empty(0, weight.shape[1])
     if wants_gradients:
@@ -111,7 +109,7 @@ class _WithGradients(torch.autograd.Function):
 
 
 def embedded(model: nn.Module, input_ids: Tensor, images: Sequence[MediaSpan]) -> Tensor | None:
-    """[T, H]: what the decoder reads for flat tokens with pictures in these spans; None without any."""
+    """[T, H]: what the decoder reads for flat tokens with images in these spans; None without any."""
     return with_features(model, input_ids, placed_features(model, images))
 
 
@@ -130,9 +128,9 @@ def embedded_parts(
     parts: Iterable[tuple[Sequence[MediaSpan], int, int]],
     input_ids: Tensor,
 ) -> Tensor | None:
-    """[T, H]: what the decoder reads for parts of contexts, end to end; None where no picture is in them.
+    """[T, H]: what the decoder reads for parts of contexts, end to end; None where no image is in them.
 
-    A part is the spans of a context, and the range of its tokens; it may begin and end inside a picture.
+    A part is the spans of a context, and the range of its tokens; it may begin and end inside an image.
     """
     places: list[npt.NDArray[np.int64]] = []
     features: list[Tensor] = []
@@ -140,9 +138,9 @@ def embedded_parts(
     for spans, start, stop in parts:
         for span in spans:
             if span.start < stop and span.stop > start:
-                picture = processor.of_span(span)
-                features_PH = _features(model, span.sha256, picture, is_kept=True)
-                at = span.start + picture.places
+                image = processor.of_span(span)
+                features_PH = _features(model, span.sha256, image, is_kept=True)
+                at = span.start + image.places
                 inside = (at >= start) & (at < stop)
                 places.append(at[inside] - start + offset)
                 first = int((at < start).sum())
@@ -152,37 +150,37 @@ def embedded_parts(
     return with_features(model, input_ids, placed)
 
 
-def _features(model: nn.Module, sha256: str, picture: EncodedImage, *, is_kept: bool) -> Tensor:
-    """[P, H]: the features of a picture, one for each of its placeholders, under the weights of now."""
+def _features(model: nn.Module, sha256: str, image: EncodedImage, *, is_kept: bool) -> Tensor:
+    """[P, H]: the features of an image, one for each of its placeholders, under the weights of now."""
     if not is_kept:
-        return _computed(model, picture)
+        return _computed(model, image)
     with torch.no_grad():
         cache = _kept.setdefault(seeing(model), LruCache(FEATURE_BYTES, _size))
         weight = seeing(model).get_input_embeddings().weight  # a model may be moved
         key = sha256, weight.device, weight.dtype
-        return cache.get(key, lambda: _computed(model, picture))
+        return cache.get(key, lambda: _computed(model, image))
 
 
 def _size(features_PH: Tensor) -> int:
     return features_PH.numel() * features_PH.element_size()
 
 
-def _computed(model: nn.Module, picture: EncodedImage) -> Tensor:
+def _computed(model: nn.Module, image: EncodedImage) -> Tensor:
     inner = seeing(model)
     wanted = inspect.signature(inner.get_image_features).parameters
     dtype, device = inner.get_input_embeddings().weight.dtype, device_of(model)
     inputs = {
         name: value.to(device, dtype) if value.is_floating_point() else value.to(device)
-        for name, value in picture.inputs.items()
+        for name, value in image.inputs.items()
         if name in wanted
     }
     output = inner.get_image_features(**inputs)
     found = getattr(output, "pooler_output", output)
     pieces = [found] if isinstance(found, Tensor) else list(found)
     features_PH = torch.cat([piece.reshape(-1, piece.shape[-1]) for piece in pieces])
-    if len(features_PH) != len(picture.places):
+    if len(features_PH) != len(image.places):
         raise ConfigError(
-            f"{type(inner).__name__} has {len(features_PH)} features for a picture that its processor gives "
-            f"{len(picture.places)} placeholders"
+            f"{type(inner).__name__} has {len(features_PH)} features for an image that its processor gives "
+            f"{len(image.places)} placeholders"
         )
     return features_PH

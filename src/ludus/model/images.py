@@ -1,13 +1,13 @@
-"""Pictures in a model whose pictures are embeddings in the place of placeholder tokens.
+"""Images in a model whose images are embeddings in the place of placeholder tokens.
 
-A model's own processor says which tokens stand for a picture and turns it into pixels (`ImageProcessor`); the
+A model's own processor says which tokens stand for an image and turns it into pixels (`ImageProcessor`); the
 model's vision tower and projector turn pixels into features (`image_features.py`); and a forward pass over flat
-tokens reads a feature wherever a placeholder stands inside a picture's span. A placeholder anywhere else, such
+tokens reads a feature wherever a placeholder stands inside an image's span. A placeholder anywhere else, such
 as one that the model sampled, is a token like any other.
 
-In the engine a picture's placeholders have virtual token ids, made from the picture's hash (`virtual_ids`). So
-all that compares tokens (prefix caching, sessions, forks, recomputation) tells pictures apart, and finds the
-same picture again.
+In the engine an image's placeholders have virtual token ids, made from the image's hash (`virtual_ids`). So
+all that compares tokens (prefix caching, sessions, forks, recomputation) tells images apart, and finds the
+same image again.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from ludus.core.failures import ConfigError, LudusError, MissingExtraError
+from ludus.core.images import MOST_PIXELS, ImageError
 from ludus.core.lru import LruCache
 from ludus.core.messages import Media, MediaSpan
-from ludus.core.pictures import MOST_PIXELS, PictureError
 from ludus.model.hf_model import unwrapped
-from ludus.model.pictures import PixelBudget, decode_picture, pixel_count
+from ludus.model.image_files import PixelBudget, decode_image, pixel_count
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -38,13 +38,13 @@ VIRTUAL = 1 << 62
 _ATTRIBUTE = "ludus_images"
 _PIXEL_BYTES = 1 << 29
 _DECODING = PixelBudget(MOST_PIXELS)
-"""What all models of this process decode at once: a pixel takes some 20 bytes until its picture is encoded."""
+"""What all models of this process decode at once: a pixel takes some 20 bytes until its image is encoded."""
 _NO_PIXELS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedImage:
-    """A picture as a model gets it."""
+    """An image as a model gets it."""
 
     tokens: list[int]
     """What stands for it in a prompt."""
@@ -59,7 +59,7 @@ class EncodedImage:
 
 
 class ImageProcessor:
-    """A Hugging Face processor behind `ImageTokens`; what it makes of a picture is kept for a while."""
+    """A Hugging Face processor behind `ImageTokens`; what it makes of an image is kept for a while."""
 
     def __init__(self, processor: Any) -> None:
         self.inner = processor
@@ -73,7 +73,7 @@ class ImageProcessor:
         try:
             import PIL  # noqa: F401
         except ImportError:
-            raise MissingExtraError("pillow", "vision", "a model that is shown pictures") from None
+            raise MissingExtraError("pillow", "vision", "a model that is shown images") from None
         from transformers import AutoProcessor
 
         try:
@@ -106,29 +106,25 @@ class ImageProcessor:
         return list(self.encode(media.sha256, media.data).tokens)
 
     def encode(self, sha256: str, data: bytes | None) -> EncodedImage:
-        """Raises `PictureError` if the picture cannot be read, or is not at hand."""
+        """Raises `ImageError` if the image cannot be read, or is not at hand."""
         return self._encoded.get(sha256, lambda: self._encode(sha256, data))
 
     def _encode(self, sha256: str, data: bytes | None) -> EncodedImage:
         if data is None:
-            raise PictureError(f"the bytes of the picture {sha256[:12]} are not at hand")
+            raise ImageError(f"the bytes of the image {sha256[:12]} are not at hand")
         if hashlib.sha256(data).hexdigest() != sha256:
-            raise PictureError(
-                f"the picture {sha256[:12]} does not have the hash that it is said to have"
-            )
+            raise ImageError(f"the image {sha256[:12]} does not have the hash that it is said to have")
         with _DECODING.held(pixel_count(data)):
-            return self._encode_pixels(decode_picture(data))
+            return self._encode_pixels(decode_image(data))
 
-    def _encode_pixels(self, picture: Image) -> EncodedImage:
+    def _encode_pixels(self, image: Image) -> EncodedImage:
         try:
             made = dict(
-                self.inner(
-                    text=self.text, images=[picture], add_special_tokens=False, return_tensors="pt"
-                )
+                self.inner(text=self.text, images=[image], add_special_tokens=False, return_tensors="pt")
             )
         except Exception as error:
-            raise PictureError(
-                f"the model's processor refuses a picture of {picture.width} x {picture.height} pixels: "
+            raise ImageError(
+                f"the model's processor refuses an image of {image.width} x {image.height} pixels: "
                 f"{type(error).__name__}: {error!s:.200}"
             ) from error
         tokens: list[int] = made["input_ids"][0].tolist()
@@ -137,11 +133,11 @@ class ImageProcessor:
         return EncodedImage(tokens, places, inputs)
 
     def of_span(self, span: MediaSpan) -> EncodedImage:
-        """The picture of a span; raises `LudusError` where another processor wrote the span's tokens."""
+        """The image of a span; raises `LudusError` where another processor wrote the span's tokens."""
         encoded = self.encode(span.sha256, span.data)
         if len(encoded.tokens) != span.stop - span.start:
             raise LudusError(
-                f"the picture {span.sha256[:12]} takes {len(encoded.tokens)} tokens of this model and has "
+                f"the image {span.sha256[:12]} takes {len(encoded.tokens)} tokens of this model and has "
                 f"{span.stop - span.start} in the episode: another model, or other settings of its processor, "
                 "wrote it"
             )
@@ -158,7 +154,7 @@ def attach_images(model: nn.Module, processor: ImageProcessor) -> None:
 
 
 def images_of(model: nn.Module) -> ImageProcessor | None:
-    """The processor of a model that is shown pictures; None for one that reads text only."""
+    """The processor of a model that is shown images; None for one that reads text only."""
     found: ImageProcessor | None = getattr(seeing(model), _ATTRIBUTE, None)
     return found
 
@@ -170,7 +166,7 @@ def seeing(model: nn.Module) -> Any:
 
 
 def virtual_ids(sha256: str, count: int) -> npt.NDArray[np.int64]:
-    """Ids for the placeholders of a picture, beyond any vocabulary: a hash of its own hash and the place."""
+    """Ids for the placeholders of an image, beyond any vocabulary: a hash of its own hash and the place."""
     with np.errstate(over="ignore"):  # splitmix64, whose arithmetic is modulo 2**64
         mixed = np.uint64(int(sha256[:16], 16)) + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(
             0x9E3779B97F4A7C15
@@ -184,20 +180,20 @@ def virtual_ids(sha256: str, count: int) -> npt.NDArray[np.int64]:
 def with_virtual_ids(
     tokens: Sequence[int], images: Sequence[MediaSpan], processor: ImageProcessor
 ) -> list[int]:
-    """A context as the engine keys it; refuses spans whose tokens are not what stands for their picture."""
+    """A context as the engine keys it; refuses spans whose tokens are not what stands for their image."""
     ids = np.array(tokens, dtype=np.int64)
     end = 0
     for span in images:
-        picture = processor.of_span(span)
+        image = processor.of_span(span)
         if (
             span.start < end
             or span.stop > len(ids)
-            or ids[span.start : span.stop].tolist() != picture.tokens
+            or ids[span.start : span.stop].tolist() != image.tokens
         ):
             raise LudusError(
-                f"tokens {span.start} to {span.stop} do not stand for the picture {span.sha256[:12]}"
+                f"tokens {span.start} to {span.stop} do not stand for the image {span.sha256[:12]}"
             )
         end = span.stop
-        ids[span.start + picture.places] = virtual_ids(span.sha256, len(picture.places))
+        ids[span.start + image.places] = virtual_ids(span.sha256, len(image.places))
     keyed: list[int] = ids.tolist()
     return keyed

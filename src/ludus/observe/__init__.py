@@ -22,7 +22,7 @@ from ludus.observe.files import (
     read_regular,
     remove_directory,
 )
-from ludus.observe.media import keep_pictures, with_pictures
+from ludus.observe.media import keep_images, with_images
 from ludus.observe.metrics import (
     CATALOGUE,
     SPLITS,
@@ -125,7 +125,7 @@ __all__ = [
     "flip_test",
     "has_signal",
     "holds_trajectories",
-    "keep_pictures",
+    "keep_images",
     "list_checkpoints",
     "load_value",
     "markdown_text",
@@ -161,7 +161,7 @@ __all__ = [
     "tree_text",
     "undefined",
     "unescape",
-    "with_pictures",
+    "with_images",
     "write_groups",
     "write_trajectories",
 ]

@@ -1,4 +1,4 @@
-"""The bytes of pictures that episodes hold, by their hash, so that each is kept once."""
+"""The bytes of images that episodes hold, by their hash, so that each is kept once."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _log = logging.getLogger(__name__)
 MEDIA = "media"
 _NAME = re.compile(r"[0-9a-f]{64}")
 _MOST_BYTES = 1_000_000_000
-"""What a run keeps in all; of later pictures only the hash is recorded."""
+"""What a run keeps in all; of later images only the hash is recorded."""
 
 
 class MediaStore:
-    """A folder of pictures, each under the SHA-256 of its bytes."""
+    """A folder of images, each under the SHA-256 of its bytes."""
 
     def __init__(self, folder: Path, most_bytes: int = _MOST_BYTES) -> None:
         self.folder = folder
@@ -33,12 +33,12 @@ class MediaStore:
         self._is_full = False
 
     def path(self, sha256: str) -> Path | None:
-        """Where a picture is; None for what is no hash, or not kept."""
+        """Where an image is; None for what is no hash, or not kept."""
         file = self.folder / sha256
         return file if _NAME.fullmatch(sha256) and file.is_file() else None
 
     def keep(self, groups: Iterable[Group]) -> None:
-        """Write the pictures of these episodes that are at hand and not kept yet."""
+        """Write the images of these episodes that are at hand and not kept yet."""
         for media in (one for g in groups for t in g.trajectories for one in _media_of(t)):
             if media.data is None:
                 continue
@@ -47,9 +47,7 @@ class MediaStore:
                 continue
             if self._bytes + len(media.data) > self._most:
                 self._is_full = True
-                _log.warning(
-                    "%s is full (%d bytes): later pictures are not kept", self.folder, self._most
-                )
+                _log.warning("%s is full (%d bytes): later images are not kept", self.folder, self._most)
                 return
             atomic_write(self.folder / name, media.data)
             self._known().add(name)
@@ -78,8 +76,8 @@ def _spans(trajectory: Trajectory) -> Iterator[MediaSpan]:
             yield from segment.media
 
 
-def keep_pictures(folder: Path, trajectories: Iterable[Trajectory]) -> None:
-    """Write the pictures that models were shown to `folder`/media, beside a file of episodes to train on."""
+def keep_images(folder: Path, trajectories: Iterable[Trajectory]) -> None:
+    """Write the images that models were shown to `folder`/media, beside a file of episodes to train on."""
     for span in (span for trajectory in trajectories for span in _spans(trajectory)):
         path = folder / MEDIA / span.sha256
         if span.data is not None and not path.is_file():
@@ -87,8 +85,8 @@ def keep_pictures(folder: Path, trajectories: Iterable[Trajectory]) -> None:
             atomic_write(path, span.data)
 
 
-def with_pictures(trajectories: Iterable[Trajectory], file: Path) -> list[Trajectory]:
-    """Episodes as they were read from a file, with the bytes of their pictures, which lie in a folder near it.
+def with_images(trajectories: Iterable[Trajectory], file: Path) -> list[Trajectory]:
+    """Episodes as they were read from a file, with the bytes of their images, which lie in a folder near it.
 
     One that a model was shown must be there: without it nothing can be learned from the episode.
     """
@@ -123,7 +121,7 @@ def with_pictures(trajectories: Iterable[Trajectory], file: Path) -> list[Trajec
             if missing := next((span for span in segment.media if span.data is None), None):
                 where = " nor in ".join(map(str, folders))
                 raise ConfigError(
-                    f"{file}: the picture {missing.sha256} of task {trajectory.task.id!r} is neither in "
+                    f"{file}: the image {missing.sha256} of task {trajectory.task.id!r} is neither in "
                     f"{where}, or is damaged: put it back, or leave these episodes out"
                 )
     return given

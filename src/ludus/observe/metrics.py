@@ -74,7 +74,7 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
            "count once.", "tokens per episode"),
     Metric("tokens/observation", "Mean number of tokens tools and environments put there, and the "
            "end-of-turn tokens that were added for the model.", "tokens per episode"),
-    Metric("images_unseen", "Mean number of pictures, or other media, that came up in an episode and that the "
+    Metric("images_unseen", "Mean number of images, or other media, that came up in an episode and that the "
            "model was not shown: it reads text only, or they could not be read. Left out where none were.",
            "per episode"),
     Metric("tree/branches", "Attempts that went on from a turn of another one (`rl.tree`).", "episodes", "sum"),

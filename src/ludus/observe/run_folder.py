@@ -6,7 +6,7 @@
     metrics.jsonl                    one line of numbers per step
     trajectories/step-000012.parquet the episodes of a step (step-000012-eval.parquet: evaluated)
     checkpoints/step-000012/         see `checkpoints`
-    media/<sha256>                   pictures of episodes, each once
+    media/<sha256>                   images of episodes, each once
     logs/ludus.log                   everything that was logged
     audit.jsonl                      every tool call, when asked for or where MCP servers are used
     tensorboard/                     when asked for

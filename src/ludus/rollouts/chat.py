@@ -13,8 +13,8 @@ from ludus.chat.renderer import Renderer
 from ludus.core.chat import ChatModel, ChatOptions, ChatReply, policy_model
 from ludus.core.failures import EngineError
 from ludus.core.generation import Engine, FinishReason, Sampling
+from ludus.core.images import ImageError
 from ludus.core.messages import Message
-from ludus.core.pictures import PictureError
 from ludus.core.random import key
 from ludus.llm import ChatError
 from ludus.remote.threads import run_sync
@@ -39,7 +39,7 @@ class EngineChatModel:
             raise ChatError(f"{self._name} reads text only, and is asked about an image")
         try:
             opening = await run_sync(self._renderer.opening, messages)
-        except PictureError as error:
+        except ImageError as error:
             raise ChatError(f"{self._name} cannot be asked: {error}") from error
         prompt = opening.tokens
         seed = (

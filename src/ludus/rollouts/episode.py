@@ -18,8 +18,8 @@ from ludus.chat.renderer import Renderer, warn_of_unseen
 from ludus.core.audit import Audit
 from ludus.core.failures import Aborted, ConfigError
 from ludus.core.generation import Completion, Engine, FinishReason, Sampling
+from ludus.core.images import ImageError
 from ludus.core.messages import Media, Message, ToolCall, ToolContext, ToolResult, ToolSet, ToolSpec
-from ludus.core.pictures import PictureError
 from ludus.core.random import key
 from ludus.core.task import Task
 from ludus.core.trajectory import (
@@ -152,7 +152,7 @@ class Episode:
         """
         self._check_turns()
         await self.note_renders()
-        await self._read_pictures()
+        await self._read_images()
         if self.expert is not None:
             return await self._expert_turn(self.expert)
         if self._history is not None:
@@ -188,8 +188,8 @@ class Episode:
             self._history.turns.append(turn)
         return turn
 
-    async def _read_pictures(self) -> None:
-        """Decode the pictures of pending messages, in a thread; one that cannot be read is told in words.
+    async def _read_images(self) -> None:
+        """Decode the images of pending messages, in a thread; one that cannot be read is told in words.
 
         A model that reads text only is shown none: they are counted, so that nobody trains blind unknowingly.
         """
@@ -208,7 +208,7 @@ class Episode:
                         await run_sync(images.tokens, media)
                     else:
                         self._count_unseen(1)
-                except PictureError as error:
+                except ImageError as error:
                     if not self.trajectory.messages:  # it is the task's own, and nobody's action
                         raise ConfigError(f"task {self.task.id}: {media.named(error)}") from None
                     problems.append(f"[image not shown: {error}]")

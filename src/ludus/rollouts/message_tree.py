@@ -85,7 +85,7 @@ class _Spot:
     tokens: list[int]
     """What is appended there; a whole prompt where `after` is None."""
     media: tuple[MediaSpan, ...]
-    """Which of these stand for pictures."""
+    """Which of these stand for images."""
     conversation: list[Message]
     """The known messages, replies as they were sampled."""
     digest: blake2b
@@ -112,7 +112,7 @@ class _KnownTurn:
 def _digest(
     tokens: Sequence[int], media: Sequence[MediaSpan] = (), before: blake2b | None = None
 ) -> blake2b:
-    """The digest of these tokens and pictures after those of another: a turn costs what is new in it."""
+    """The digest of these tokens and images after those of another: a turn costs what is new in it."""
     found = blake2b(digest_size=8) if before is None else before.copy()
     found.update(array("q", tokens))
     for span in media:
@@ -166,7 +166,7 @@ class MessageTree:
 
     @property
     def images(self) -> ImageTokens | None:
-        """How the model is shown pictures; None where it reads text only."""
+        """How the model is shown images; None where it reads text only."""
         return self._renderer.images
 
     # Sampling

@@ -400,8 +400,8 @@ async def _rendered(envs: Mapping[str, Any], access: EnvAccess, turn: int) -> li
             log_once(log, f"render of {name}", error)
             continue
         if isinstance(shown, bytes) and len(shown) <= _MOST_RENDER_BYTES:
-            picture = Media("image", hashlib.sha256(shown).hexdigest(), shown)
-            found.append(EnvRender(turn, name, picture=picture))
+            image = Media("image", hashlib.sha256(shown).hexdigest(), shown)
+            found.append(EnvRender(turn, name, picture=image))
         elif not isinstance(shown, bytes) and shown is not None and shown != repr(env):
             found.append(EnvRender(turn, name, str(shown)[:_MOST_RENDER_CHARS]))
     return found
@@ -427,7 +427,7 @@ def opening_messages(
 
 
 def _marked(seen: Observation) -> str:
-    """An observation's text, with a mark for each of its pictures: other texts will stand before it."""
+    """An observation's text, with a mark for each of its images: other texts will stand before it."""
     images = sum(item.is_image for item in seen.media)
     missing = max(0, images - seen.text.count(IMAGE_MARK))
     return "\n".join([*[IMAGE_MARK] * missing, *([seen.text] if seen.text else [])])

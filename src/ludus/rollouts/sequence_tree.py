@@ -66,9 +66,9 @@ def _append_prompt(sequences: list[TokenSequence], prompt: Segment) -> Position:
 
 
 def _shared_prefix(sequences: list[TokenSequence], prompt: Segment) -> tuple[Position | None, int]:
-    """The longest run of whole segments, of any sequence, that a prompt begins with, pictures included."""
+    """The longest run of whole segments, of any sequence, that a prompt begins with, images included."""
     tokens = prompt.tokens
-    pictures = {span.start: span for span in prompt.media}
+    images = {span.start: span for span in prompt.media}
     ends: list[list[int]] = []
     """For each sequence, how many tokens are shared up to the end of each of its segments."""
     best: Position | None = None
@@ -86,8 +86,8 @@ def _shared_prefix(sequences: list[TokenSequence], prompt: Segment) -> tuple[Pos
             stop = position + len(segment_.tokens)
             if tokens[position:stop] != segment_.tokens:
                 break
-            own_pictures = [pictures[at] for at in sorted(pictures) if position <= at < stop]
-            if own_pictures != [span.moved(position) for span in segment_.media]:
+            own_images = [images[at] for at in sorted(images) if position <= at < stop]
+            if own_images != [span.moved(position) for span in segment_.media]:
                 break
             position = stop
             own.append(position)

@@ -11,7 +11,7 @@ from ludus.core.registry import load_reference
 from ludus.core.task import Task, numbered
 from ludus.core.user_code import error_with_location
 from ludus.core.user_files import file_problem, json_lines, read_user_json, read_user_text
-from ludus.rollouts.row_pictures import with_row_pictures
+from ludus.rollouts.row_images import with_row_images
 from ludus.rollouts.task_file import TaskFile, is_large
 
 DATASET = "dataset:"
@@ -94,7 +94,7 @@ def read_rows(source: str, columns: Columns | None = None) -> Iterator[tuple[str
 
 
 def _prepared(source: str, columns: Columns | None) -> Callable[[str, Any], Any]:
-    """How a row of a source is read: its columns called as `columns` says, its pictures in their places."""
+    """How a row of a source is read: its columns called as `columns` says, its images in their places."""
     has_gaps = source.startswith(DATASET) or source.endswith(".parquet")
     folder = Path(source).parent if source.endswith(FILES) and not source.startswith(DATASET) else None
 
@@ -102,7 +102,7 @@ def _prepared(source: str, columns: Columns | None) -> Callable[[str, Any], Any]
         named = _renamed(row, columns, where) if columns else row
         whole = _without_gaps(named) if has_gaps else named
         _refuse_long(where, whole)
-        return with_row_pictures(whole, folder, where) if is_rows(source) else whole
+        return with_row_images(whole, folder, where) if is_rows(source) else whole
 
     return prepared
 
@@ -120,7 +120,7 @@ def _refuse_long(where: str, row: Any) -> None:
 
 
 def _characters(value: Any) -> int:
-    """Of all text in there; pictures in it are none."""
+    """Of all text in there; images in it are none."""
     if isinstance(value, str):
         return 0 if value.startswith("data:") else len(value)
     if isinstance(value, Mapping):

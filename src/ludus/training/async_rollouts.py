@@ -29,7 +29,7 @@ from ludus.core.failures import ConfigError, LudusError
 from ludus.core.messages import Json
 from ludus.core.random import key
 from ludus.core.trajectory import Group, StopReason, Trajectory
-from ludus.observe import keep_pictures, read_numbered_groups, with_pictures, write_trajectories
+from ludus.observe import keep_images, read_numbered_groups, with_images, write_trajectories
 from ludus.training.config.rl import RolloutSettings
 from ludus.training.data.curriculum import DIFFICULTY
 from ludus.training.data.task_sampler import TaskSampler, TaskSet, seed_of_set
@@ -228,7 +228,7 @@ class AsyncRollouts:
         finished = [(ordinal, t) for ordinal, one in kept.items() for t in one.group.trajectories]
         ordinals = [ordinal for ordinal, _ in finished]
         write_trajectories(folder / GROUPS, [t for _, t in finished], groups=ordinals)
-        keep_pictures(folder, (t for _, t in finished))
+        keep_images(folder, (t for _, t in finished))
         return {
             "ledger": self.ledger.state_dict(),
             "sampler": self._sampler.state_dict(),
@@ -260,7 +260,7 @@ class AsyncRollouts:
         self._block = int(state["block"])
         self._seen = Counter({(int(n), str(task)): int(count) for n, task, count in state["seen"]})
         found = read_numbered_groups(folder / GROUPS)
-        with_pictures((t for group in found.values() for t in group.trajectories), folder / GROUPS)
+        with_images((t for group in found.values() for t in group.trajectories), folder / GROUPS)
         self._groups = {}
         empty = set(state.get("without_signal", ()))  # checkpoints from before it was noted have none
         for ordinal in self.ledger.finished():

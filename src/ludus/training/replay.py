@@ -15,7 +15,7 @@ from itertools import accumulate
 
 from ludus.core.config import apply_overrides
 from ludus.core.failures import ConfigError
-from ludus.observe import RunFolder, read_groups, read_notes, with_pictures
+from ludus.observe import RunFolder, read_groups, read_notes, with_images
 from ludus.training.config.recipe import Recipe
 from ludus.training.config.rl import RolloutSettings
 from ludus.training.data.task_sampler import TaskSet
@@ -35,7 +35,7 @@ class Recording:
         """What the run learned from in a step, counted from 1 over all stages."""
         path = self.run.trajectory_path(step)
         groups, notes = read_groups(path), read_notes(path)
-        with_pictures((t for group in groups for t in group.trajectories), path)
+        with_images((t for group in groups for t in group.trajectories), path)
         names = {one.name: number for number, one in enumerate(sets)}
         if not notes and len(sets) > 1:
             raise ConfigError(

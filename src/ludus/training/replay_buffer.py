@@ -23,7 +23,7 @@ from pathlib import Path
 
 from ludus.core.random import key, shuffled
 from ludus.core.trajectory import Group
-from ludus.observe import has_signal, keep_pictures, read_groups, read_notes, with_pictures, write_groups
+from ludus.observe import has_signal, keep_images, read_groups, read_notes, with_images, write_groups
 from ludus.rollouts.rollout import Rollout
 from ludus.tools.versions import tool_versions
 from ludus.training.config.rl import ReplayBufferConfig, RolloutSettings
@@ -138,7 +138,7 @@ class ReplayBuffer:
             for one in self.stored
         ]
         write_groups(folder / STORED, [one.group for one in self.stored], notes=notes)
-        keep_pictures(folder, (t for one in self.stored for t in one.group.trajectories))
+        keep_images(folder, (t for one in self.stored for t in one.group.trajectories))
 
     def load(self, folder: Path) -> None:
         """What a checkpoint has; groups of task sets that are gone are left out."""
@@ -146,7 +146,7 @@ class ReplayBuffer:
             return
         numbers = {one.name: number for number, one in enumerate(self.sets)}
         groups = read_groups(folder / STORED)
-        with_pictures((t for group in groups for t in group.trajectories), folder / STORED)
+        with_images((t for group in groups for t in group.trajectories), folder / STORED)
         rows = zip(groups, read_notes(folder / STORED), strict=True)
         self.stored = [
             StoredGroup(

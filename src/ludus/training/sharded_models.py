@@ -2,7 +2,7 @@
 
 What is sent is how to make the module again, and never its weights: no other rank holds all of them. A module
 is the class and the configuration of its Hugging Face model, its adapter's settings, and what a constructor
-cannot know: which parameters there are, the values of buffers, the files of the processor of pictures.
+cannot know: which parameters there are, the values of buffers, the files of the processor of images.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Skeleton:
     parameters: dict[Place, ParameterSpec]
     buffers: dict[Place, Tensor]
     processor: dict[str, bytes] | None
-    """The files of what turns pictures into tokens and pixels."""
+    """The files of what turns images into tokens and pixels."""
     width: int
     is_training: bool
 

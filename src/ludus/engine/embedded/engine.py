@@ -262,18 +262,18 @@ class EmbeddedEngine:
         return context
 
     async def _keyed(self, context: list[int], media: Sequence[MediaSpan]) -> list[int]:
-        """The context with virtual ids where pictures are read; pictures are decoded in a thread."""
+        """The context with virtual ids where images are read; images are decoded in a thread."""
         if not media:
             return context
         if self._images is None:
             raise EngineError(
-                f"{type(unwrapped(self.model)).__name__} reads text only here, not pictures (docs/images.md)",
+                f"{type(unwrapped(self.model)).__name__} reads text only here, not images (docs/images.md)",
                 retriable=False,
             )
         try:
             return await asyncio.to_thread(with_virtual_ids, context, media, self._images)
         except (LudusError, ValueError) as error:
-            raise EngineError(f"a picture cannot be shown: {error}", retriable=False) from error
+            raise EngineError(f"an image cannot be shown: {error}", retriable=False) from error
 
     def _limit(self, prompt: int, sampling: Sampling | None) -> int:
         """Most tokens of a request, its prompt included; raises when it can never be served."""

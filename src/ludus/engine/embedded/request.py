@@ -61,7 +61,7 @@ class Request:
     """A request, what has been generated for it, and its place in the batch and in the KV cache."""
 
     tokens: list[int]
-    """The prompt, then what has been generated; virtual ids where a picture is read (`images`)."""
+    """The prompt, then what has been generated; virtual ids where an image is read (`images`)."""
     prompt: int
     """Length of the prompt."""
     limit: int
@@ -83,9 +83,9 @@ class Request:
     seen: Marks | None = None
     """Which tokens of the vocabulary the context has, for a repetition penalty."""
     images: tuple[MediaSpan, ...] = ()
-    """The pictures of the prompt."""
+    """The images of the prompt."""
     placeholder: int = 0
-    """The token that stands for a part of a picture."""
+    """The token that stands for a part of an image."""
     logprobs: list[float] = field(default_factory=list)
     versions: list[VersionSpan] = field(default_factory=list)
     block_table: BlockTable = field(default_factory=BlockTable)

@@ -149,7 +149,7 @@ class TorchModelRunner:
 
 
 def embedded_chunks(model: nn.Module, chunks: Sequence[Chunk], ids_T: Tensor) -> Tensor | None:
-    """What the decoder reads for chunks with pictures in them; None where there are none."""
+    """What the decoder reads for chunks with images in them; None where there are none."""
     processor = images_of(model)
     if processor is None or not any(chunk.request.images for chunk in chunks):
         return None

@@ -1,7 +1,7 @@
 """What goes over the connection to a replica's process: a head in JSON, and arrays of numbers as they are.
 
 A frame: the lengths of head and body as 8-byte numbers, the head, the body. Tokens are int32, log-
-probabilities float64, so that nothing is rounded; pictures are the bytes of their files. Nothing that is read
+probabilities float64, so that nothing is rounded; images are the bytes of their files. Nothing that is read
 is ever executed.
 """
 
@@ -50,21 +50,21 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
     return array.astype("<i4").tobytes()
 
 
-def pack_pictures(tokens: bytes, pictures: Mapping[str, bytes]) -> tuple[Json, bytes]:
-    """Packed tokens and the files of pictures behind them, by their hashes."""
-    head = {"pictures": [[sha256, len(data)] for sha256, data in pictures.items()]}
-    return head, b"".join((tokens, *pictures.values()))
+def pack_images(tokens: bytes, images: Mapping[str, bytes]) -> tuple[Json, bytes]:
+    """Packed tokens and the files of images behind them, by their hashes."""
+    head = {"images": [[sha256, len(data)] for sha256, data in images.items()]}
+    return head, b"".join((tokens, *images.values()))
 
 
-def unpack_pictures(head: Json, body: bytes) -> tuple[bytes, dict[str, bytes]]:
-    """What `pack_pictures` was given."""
-    sizes = head.get("pictures", [])
+def unpack_images(head: Json, body: bytes) -> tuple[bytes, dict[str, bytes]]:
+    """What `pack_images` was given."""
+    sizes = head.get("images", [])
     place = len(body) - sum(size for _, size in sizes)
-    tokens, pictures = body[:place], {}
+    tokens, images = body[:place], {}
     for sha256, size in sizes:
-        pictures[sha256] = body[place : place + size]
+        images[sha256] = body[place : place + size]
         place += size
-    return tokens, pictures
+    return tokens, images
 
 
 def unpack_tokens(body: bytes) -> list[int]:

@@ -10,7 +10,7 @@ from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, OnTokens, Sampling
 from ludus.core.messages import Json, MediaSpan
 from ludus.engine.replicas.frames import (
-    pack_pictures,
+    pack_images,
     pack_tokens,
     unpack_completion,
     unpack_logprobs,
@@ -47,9 +47,9 @@ class RequestedReplica(ABC):
     async def _request_on(
         self, operation: str, head: Json, tokens: Sequence[int], media: Sequence[MediaSpan]
     ) -> tuple[Json, bytes]:
-        """A request on a context. Pictures go by their hashes; those that the engine asks for are sent then.
+        """A request on a context. Images go by their hashes; those that the engine asks for are sent then.
 
-        An episode shows the same pictures in every turn, and attempts at a task share theirs.
+        An episode shows the same images in every turn, and attempts at a task share theirs.
         """
         packed = pack_tokens(tokens)
         if not media:
@@ -58,7 +58,7 @@ class RequestedReplica(ABC):
         at_hand = {span.sha256: span.data for span in media}
         sent: dict[str, bytes] = {}
         while True:
-            about, body = pack_pictures(packed, sent)
+            about, body = pack_images(packed, sent)
             reply, found = await self._request(operation, {**head, **about, "media": spans}, body)
             missing = [sha256 for sha256 in reply.get("missing", ()) if sha256 not in sent]
             if not missing:
@@ -67,7 +67,7 @@ class RequestedReplica(ABC):
                 data = at_hand[sha256]
                 if data is None:
                     raise EngineError(
-                        f"the bytes of the picture {sha256[:12]} are not at hand", retriable=False
+                        f"the bytes of the image {sha256[:12]} are not at hand", retriable=False
                     )
                 sent[sha256] = data
 

@@ -17,21 +17,21 @@ from ludus.engine.embedded.engine import EmbeddedEngine
 from ludus.engine.replicas.frames import (
     pack_completion,
     pack_logprobs,
-    unpack_pictures,
+    unpack_images,
     unpack_tokens,
 )
 from ludus.engine.replicas.weight_loading import load_into, load_model
 
-_PICTURE_BYTES = 1 << 28
-"""What the files of pictures may take that are kept for later requests."""
+_IMAGE_BYTES = 1 << 28
+"""What the files of images may take that are kept for later requests."""
 
 
 class _Missing(Exception):
-    """Pictures of a request that are not here; whoever asked sends them along with it."""
+    """Images of a request that are not here; whoever asked sends them along with it."""
 
-    def __init__(self, pictures: list[str]) -> None:
-        super().__init__(pictures)
-        self.pictures = pictures
+    def __init__(self, images: list[str]) -> None:
+        super().__init__(images)
+        self.images = images
 
 
 class _Decoder:
@@ -60,7 +60,7 @@ class ServedEngine:
 
     def __init__(self) -> None:
         self._engine: EmbeddedEngine | None = None
-        self._pictures: LruCache[bytes] = LruCache(_PICTURE_BYTES, len)
+        self._images: LruCache[bytes] = LruCache(_IMAGE_BYTES, len)
 
     async def answer(self, head: Json, body: bytes) -> tuple[Json, bytes]:
         """The reply to `head["operation"]`, or `{"error": ...}`."""
@@ -73,7 +73,7 @@ class ServedEngine:
         try:
             return await work()
         except _Missing as missing:
-            return {"missing": missing.pictures}, b""
+            return {"missing": missing.images}, b""
         except Exception as error:  # noqa: BLE001 - raised again where the request came from
             retriable = not isinstance(error, LudusError) or (
                 isinstance(error, InfraError) and error.retriable
@@ -131,12 +131,12 @@ class ServedEngine:
         return {}, b""
 
     def _context(self, head: Json, body: bytes) -> tuple[list[int], list[MediaSpan]]:
-        """The tokens of a request and the pictures among them; raises `_Missing` where some were never sent."""
-        packed, sent = unpack_pictures(head, body)
+        """The tokens of a request and the images among them; raises `_Missing` where some were never sent."""
+        packed, sent = unpack_images(head, body)
         for sha256, data in sent.items():
-            self._pictures.get(sha256, partial(bytes, data))
+            self._images.get(sha256, partial(bytes, data))
         media = [
-            MediaSpan(sha256, start, stop, sent.get(sha256) or self._pictures.find(sha256))
+            MediaSpan(sha256, start, stop, sent.get(sha256) or self._images.find(sha256))
             for sha256, start, stop in head.get("media", ())
         ]
         if missing := {span.sha256 for span in media if span.data is None}:

@@ -21,8 +21,8 @@ from typing import Any, Literal
 
 from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, FinishReason, OnTokens, Sampling
+from ludus.core.images import not_shown
 from ludus.core.messages import MediaSpan
-from ludus.core.pictures import not_shown
 from ludus.core.tokenizer import Tokenizer
 from ludus.engine.servers.openai_api import (
     MOST_STOPS,

@@ -25,8 +25,8 @@ from pathlib import Path
 
 from ludus.core.failures import ConfigError, EngineError
 from ludus.core.generation import Completion, FinishReason, OnTokens, Sampling, VersionSpan
+from ludus.core.images import not_shown
 from ludus.core.messages import Json, MediaSpan
-from ludus.core.pictures import not_shown
 from ludus.core.tokenizer import Tokenizer
 from ludus.engine.servers.vllm_api import (
     WeightLabel,

@@ -180,19 +180,19 @@ class AskingReward:
 
 
 def harmless(trajectory: Trajectory) -> Trajectory:
-    """An attempt at the same task that no judge can stumble over: as many turns, and a picture where any was.
+    """An attempt at the same task that no judge can stumble over: as many turns, and an image where any was.
 
     Its text is new each time: what a cache remembers does not show that the judge answers now.
     """
     asked = trajectory.task.messages
     text = f"I do not know. ({secrets.token_hex(4)})"
-    media = (blank_picture(),) if any(message.media for message in trajectory.messages) else ()
+    media = (blank_image(),) if any(message.media for message in trajectory.messages) else ()
     turns = sum(message.role == "assistant" for message in trajectory.messages[len(asked) :])
     messages = [*asked, *[Message("assistant", text, media=media)] * max(1, turns)]
     return replace(trajectory, messages=messages, answer=text, stop=StopReason.ANSWERED)
 
 
-def blank_picture(side: int = 64) -> Media:
+def blank_image(side: int = 64) -> Media:
     """A white PNG."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:

@@ -104,7 +104,7 @@ def transcript(messages: Sequence[Message], most_chars: int = DEFAULT_CHARS) -> 
     return "\n\n".join(shortened(block, limit) for block in blocks)
 
 
-def pictures(messages: Sequence[Message]) -> tuple[Media, ...]:
+def images(messages: Sequence[Message]) -> tuple[Media, ...]:
     """The last images of a conversation whose bytes are at hand."""
     found = [item for message in messages for item in message.media if item.data is not None]
     return tuple(found[-_MOST_IMAGES:])

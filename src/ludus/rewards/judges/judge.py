@@ -18,7 +18,7 @@ from ludus.rewards.judges.evidence import (
     UNTRUSTED,
     code_of,
     enclosed,
-    pictures,
+    images,
     question,
     shortened,
     transcript,
@@ -146,7 +146,7 @@ class Judge(AskingReward):
         if self.target:
             evidence.append(enclosed(target, "expected-answer", code))
         evidence.append(enclosed(shown, "episode", code))
-        media = pictures(done) if self.images else ()
+        media = images(done) if self.images else ()
         scores = ", ".join(f'"{c.id}": <0 to 10>' for c in rubric.criteria)
         form = f'{{"code": "{code}", "reason": "<one or two sentences>", "scores": {{{scores}}}}}'
         return question(self._system(rubric), evidence, form, media), code

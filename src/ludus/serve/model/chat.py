@@ -103,7 +103,7 @@ def _message(raw: Json, where: str) -> Message:
         raise bad(f"{where} has the role {raw.get('role')!r:.40}; a role is one of {known}", where)
     content, media = read_content(raw.get("content"), where)
     if media and role in ("assistant", "system"):
-        raise bad(f"{where} holds a picture, which is for messages of users and results", where)
+        raise bad(f"{where} holds an image, which is for messages of users and results", where)
     if role == "assistant":
         calls = []
         for call in list_field(raw, "tool_calls"):

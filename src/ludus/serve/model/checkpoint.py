@@ -14,8 +14,8 @@ from aiohttp import web
 from ludus.chat.renderer import NextContext, Renderer
 from ludus.chat.streaming import ReplyView, TokenFeed
 from ludus.core.generation import Completion, Engine, OnTokens, Sampling
+from ludus.core.images import MOST_PIXELS
 from ludus.core.messages import Json
-from ludus.core.pictures import MOST_PIXELS
 from ludus.rollouts.replies import read_completion
 from ludus.serve.admission import Admission, WorkBudget
 from ludus.serve.http import check_token
@@ -25,8 +25,8 @@ from ludus.serve.model.requests import (
     ModelReply,
     ModelRequest,
     bad,
-    check_pictures,
-    refuse_pictures,
+    check_images,
+    refuse_images,
 )
 from ludus.serve.model.server import Incoming
 from ludus.serve.model.streams import LiveReplies
@@ -84,7 +84,7 @@ class CheckpointService:
         ticket = self._admission.enter(_LANE)
         try:
             await ticket.granted()
-            await check_pictures(request, renderer.images, self._pixels)
+            await check_images(request, renderer.images, self._pixels)
             opening = await self._rendered(renderer, request)
             context = opening.tokens
             first = request.asked.get("seed", secrets.randbits(62))
@@ -157,7 +157,7 @@ class CheckpointService:
 
     async def count_tokens(self, caller: None, request: ModelRequest) -> int:
         renderer = await self._beside(request, self._renderer.bound, request.tools)
-        refuse_pictures(request, renderer.images)
+        refuse_images(request, renderer.images)
         return len((await self._rendered(renderer, request)).tokens)
 
     def reward(self, caller: None, body: Json) -> None:

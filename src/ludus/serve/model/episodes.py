@@ -23,8 +23,8 @@ from aiohttp import web
 
 from ludus.chat.streaming import TokenFeed
 from ludus.core.failures import Aborted, ConfigError, EngineError, InfraError
+from ludus.core.images import MOST_PIXELS
 from ludus.core.messages import Json
-from ludus.core.pictures import MOST_PIXELS
 from ludus.core.random import key as seed_key
 from ludus.core.trajectory import StopReason, Trajectory
 from ludus.llm import Address
@@ -40,8 +40,8 @@ from ludus.serve.model.requests import (
     ModelReply,
     ModelRequest,
     bad,
-    check_pictures,
-    refuse_pictures,
+    check_images,
+    refuse_images,
 )
 from ludus.serve.model.server import Forwarded, Incoming, reward_number, unknown_model
 from ludus.serve.model.streams import LiveReplies
@@ -193,7 +193,7 @@ class EpisodeSession:
     async def _sample(
         self, tree: MessageTree, request: ModelRequest, feed: TokenFeed | None
     ) -> SampledTurn:
-        await check_pictures(request, tree.images, self._pixels)
+        await check_images(request, tree.images, self._pixels)
         try:
             turn = await tree.sample(
                 request.messages,
@@ -263,7 +263,7 @@ class EpisodeSession:
             raise self.failure from error
 
     async def count_tokens(self, request: ModelRequest) -> int:
-        refuse_pictures(request, self.tree.images)
+        refuse_images(request, self.tree.images)
         is_long = request.size >= LONG
         return await self.tree.count_tokens(request.messages, request.tools, is_long=is_long)
 

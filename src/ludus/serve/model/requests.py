@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 from ludus.core.failures import LudusError
 from ludus.core.generation import FinishReason
+from ludus.core.images import PARTS, ImageError, image_of_part
 from ludus.core.lru import LruCache
 from ludus.core.messages import IMAGE_MARK, Json, Media, Message, ToolCall, ToolSpec
-from ludus.core.pictures import PARTS, PictureError, picture_of_part
 from ludus.core.strict_json import BadJson, whole_json
 from ludus.core.tokenizer import ImageTokens
 from ludus.rollouts.replies import Reply
@@ -231,15 +231,15 @@ def list_field(body: Mapping[str, Any], name: str, most: int = MOST_MESSAGES) ->
 
 
 def content_text(content: Any, where: str) -> str:
-    """The text of a message that holds no pictures; parts are joined, None is no text."""
+    """The text of a message that holds no images; parts are joined, None is no text."""
     text, media = read_content(content, where)
     if media:
-        raise bad(f"{where} holds a picture, which is for messages of users and results", where)
+        raise bad(f"{where} holds an image, which is for messages of users and results", where)
     return text
 
 
 def read_content(content: Any, where: str) -> tuple[str, tuple[Media, ...]]:
-    """A message's text, with a mark for each picture, and its pictures."""
+    """A message's text, with a mark for each image, and its images."""
     if content is None or isinstance(content, str):
         return content or "", ()
     if not isinstance(content, list):
@@ -253,8 +253,8 @@ def read_content(content: Any, where: str) -> tuple[str, tuple[Media, ...]]:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind in PARTS:
             try:
-                media.append(picture_of_part(part))
-            except PictureError as error:
+                media.append(image_of_part(part))
+            except ImageError as error:
                 raise bad(f"{where}: {error}", where, "invalid_image") from None
             texts.append(IMAGE_MARK)
             continue
@@ -265,26 +265,26 @@ def read_content(content: Any, where: str) -> tuple[str, tuple[Media, ...]]:
     return "".join(texts), tuple(media)
 
 
-def refuse_pictures(request: ModelRequest, images: ImageTokens | None) -> None:
-    """Refuse pictures where the model reads text only."""
+def refuse_images(request: ModelRequest, images: ImageTokens | None) -> None:
+    """Refuse images where the model reads text only."""
     for number, message in enumerate(request.messages):
         if message.media and images is None:
             where = request.place(number)
-            raise bad(f"this model reads text only: {where} holds a picture", where, "no_images")
+            raise bad(f"this model reads text only: {where} holds an image", where, "no_images")
 
 
-async def check_pictures(request: ModelRequest, images: ImageTokens | None, pixels: WorkBudget) -> None:
+async def check_images(request: ModelRequest, images: ImageTokens | None, pixels: WorkBudget) -> None:
     """Render, and decode the images in a thread; an unreadable image is the client's error.
 
-    Pictures of all requests together have so many pixels as the budget says while they are decoded.
+    Images of all requests together have so many pixels as the budget says while they are decoded.
     """
-    refuse_pictures(request, images)
+    refuse_images(request, images)
     for number, message in enumerate(request.messages):
         for media in message.media:
             assert images is not None
             try:
                 await pixels.run(images.pixels(media), images.tokens, media)
-            except PictureError as error:
+            except ImageError as error:
                 where = request.place(number)
                 raise bad(f"{where}: {error}", where, "invalid_image") from None
 

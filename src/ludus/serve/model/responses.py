@@ -107,7 +107,7 @@ def _add(found: list[Message], item: Json, where: str) -> None:
         raise bad(f"{where} is of type {kind!r:.40} and role {item.get('role')!r:.40}: not known", where)
     text, media = read_content(item.get("content"), where)
     if media and role != "user":
-        raise bad(f"{where} holds a picture, which is for messages of users and results", where)
+        raise bad(f"{where} holds an image, which is for messages of users and results", where)
     found.append(Message(role, text, media=media))  # type: ignore[arg-type]
 
 

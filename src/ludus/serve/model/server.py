@@ -21,8 +21,8 @@ from typing import Any, Protocol
 from aiohttp import web
 
 from ludus.core.failures import Aborted, ConfigError, InfraError
+from ludus.core.images import ImageError
 from ludus.core.messages import Json
-from ludus.core.pictures import PictureError
 from ludus.core.strict_json import BadJson, read_object
 from ludus.rewards.scores import MOST_REWARD
 from ludus.rollouts.turn_limits import BudgetUsedUp
@@ -41,7 +41,7 @@ from ludus.tools.wire import JSON_TYPE, ErrorKind, dump
 REWARD_HEADER = "X-Ludus-Reward"
 LEFT_OUT_HEADER = "X-Ludus-Left-Out"
 """In a response: the tools of its request that the model was not told of."""
-_TOLD = (ApiError, RequestError, BudgetUsedUp, InfraError, ConfigError, Aborted, PictureError)
+_TOLD = (ApiError, RequestError, BudgetUsedUp, InfraError, ConfigError, Aborted, ImageError)
 """What clients are told, in the API's own form."""
 
 
@@ -327,7 +327,7 @@ def _as_api_error(error: Exception) -> ApiError:
     if isinstance(error, BudgetUsedUp):
         is_long = error.stop.value == "max_tokens"
         return ApiError(400, str(error), code="context_length_exceeded" if is_long else "max_turns")
-    if isinstance(error, ConfigError | PictureError):
+    if isinstance(error, ConfigError | ImageError):
         return bad(str(error))
     if isinstance(error, InfraError) and not error.retriable:
         return bad(str(error))

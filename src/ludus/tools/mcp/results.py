@@ -1,4 +1,4 @@
-"""A server's answer to a call, as the model reads it: text, structured content, pictures, links to
+"""A server's answer to a call, as the model reads it: text, structured content, images, links to
 resources.
 """
 

@@ -68,7 +68,7 @@ class ModelConfig(Config):
     lora: LoraConfig | None = None
     """Train an adapter instead of all weights."""
     vision: Literal["auto", "frozen", "trained", "off"] = "auto"
-    """The vision part of a model that has one: frozen or trained; auto is frozen where pictures can be run, and
+    """The vision part of a model that has one: frozen or trained; auto is frozen where images can be run, and
     else off, which reads text alone (docs/images.md)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number format of the weights; auto is bfloat16 on a GPU that computes in it, and else float32."""

@@ -92,10 +92,10 @@ class Recipe(Config):
         return self
 
     @model_validator(mode="after")
-    def _shown_pictures(self) -> Recipe:
+    def _shown_images(self) -> Recipe:
         if self.cluster.servers and self.model.vision in ("frozen", "trained"):
             raise ValueError(
-                f"model.vision = {self.model.vision!r} asks for a model that is shown pictures, and vLLM "
+                f"model.vision = {self.model.vision!r} asks for a model that is shown images, and vLLM "
                 "servers (cluster.servers) are shown none here: sample with cluster.engines instead, or with "
                 "the engine in the trainer's process"
             )

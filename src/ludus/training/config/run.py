@@ -75,7 +75,7 @@ class RunConfig(Config):
     audit: bool | None = None
     """Write every tool call to audit.jsonl; left out, where tools of MCP servers are used (docs/mcp.md)."""
     renders: bool = False
-    """Also record what environments look like before each turn (pictures, maps): ludus view shows it."""
+    """Also record what environments look like before each turn (images, maps): ludus view shows it."""
     replay: Place | None = None
     """Train from the groups that the run in this folder recorded, and play nothing (ludus train --replay
     RUN)."""

@@ -22,12 +22,12 @@ from ludus.chat.formats.base import THINK
 from ludus.chat.renderer import Renderer
 from ludus.core.failures import ConfigError
 from ludus.core.generation import FinishReason
+from ludus.core.images import ImageError
 from ludus.core.messages import Message, ToolSpec, parse_messages
-from ludus.core.pictures import PictureError
 from ludus.core.task import Task
 from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequence, Trajectory
-from ludus.observe import holds_trajectories, read_trajectories, with_pictures
-from ludus.rollouts.row_pictures import undecodable_pictures
+from ludus.observe import holds_trajectories, read_trajectories, with_images
+from ludus.rollouts.row_images import undecodable_images
 from ludus.rollouts.tasksets import Columns, read_rows
 
 Conversation = Sequence[Message]
@@ -78,7 +78,7 @@ def read_conversations(source: str | Path, columns: Columns | None = None) -> li
     """The conversations of a file or dataset of rows, or of a Parquet file of episodes as Ludus writes them."""
     found: list[Conversation]
     if str(source).endswith(".parquet") and holds_trajectories(source):
-        read = with_pictures(read_trajectories(source), Path(source))
+        read = with_images(read_trajectories(source), Path(source))
         found = [episode_conversation(trajectory) for trajectory in read]
     else:
         what = 'a conversation {"messages": [...]} or {"prompt": ..., "completion": ...}'
@@ -105,7 +105,7 @@ def read_preferences(source: str | Path, columns: Columns | None = None) -> list
 def read_scored_steps(source: str | Path, columns: Columns | None = None) -> list[ScoredSteps]:
     """Conversations with `scores`, or the episodes of a Parquet file whose turns have rewards."""
     if str(source).endswith(".parquet") and holds_trajectories(source):
-        read = with_pictures(read_trajectories(source), Path(source))
+        read = with_images(read_trajectories(source), Path(source))
         played = [one for one in read if one.turns]
         found = [
             ScoredSteps(episode_conversation(one), tuple(a.reward for a in one.actions))
@@ -296,8 +296,8 @@ def trajectory_of(
     try:
         rendered = _rendered(conversation, renderer, tools)
         return _only_read(rendered, getattr(conversation, "shared", 0))
-    except PictureError as error:
-        broken = undecodable_pictures(conversation)  # the error has the bytes' problem, not their origin
+    except ImageError as error:
+        broken = undecodable_images(conversation)  # the error has the bytes' problem, not their origin
         raise ConfigError(next(broken, str(error))) from error
 
 

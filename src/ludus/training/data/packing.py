@@ -48,7 +48,7 @@ class Row:
     states: list[State]
     """For each of them, the observations since the action before it."""
     images: tuple[MediaSpan, ...] = ()
-    """Which of the tokens stand for pictures."""
+    """Which of the tokens stand for images."""
 
 
 def rows_of(trajectories: Sequence[Trajectory]) -> list[Row]:
@@ -85,7 +85,7 @@ def rows_of(trajectories: Sequence[Trajectory]) -> list[Row]:
 
 
 def _observed(segment: Segment) -> list[bool]:
-    """True at the tokens of an observation; what stands for a picture is nothing that could be predicted."""
+    """True at the tokens of an observation; what stands for an image is nothing that could be predicted."""
     observed = [segment.kind is SegmentKind.OBSERVATION] * len(segment.tokens)
     for span in segment.media:
         observed[span.start : span.stop] = [False] * (span.stop - span.start)
@@ -246,7 +246,7 @@ class PackedRows:
     fold: Fold | None = None
     """Which prefixes the rows share and a pass computes once; None where they share none."""
     images: tuple[MediaSpan, ...] = ()
-    """Where pictures stand, among the micro-batch's tokens."""
+    """Where images stand, among the micro-batch's tokens."""
 
     def to(self, device: torch.device) -> PackedRows:
         """The same with its tokens on a device; where they lie is asked on the host."""
@@ -381,7 +381,7 @@ class Pack:
     fold: Fold | None = None
     """Which prefixes the rows share and a pass computes once; None where they share none."""
     images: tuple[MediaSpan, ...] = ()
-    """Where pictures stand, among the pack's tokens."""
+    """Where images stand, among the pack's tokens."""
 
     @property
     def computed(self) -> int:

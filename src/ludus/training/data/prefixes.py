@@ -13,8 +13,8 @@ found. The hidden state there is that of the row's token, as it depends on the t
 first token is predicted at its parent's last one, because that is the token before it in its row.
 
 Tokens are compared, not where they come from: attempts at one task share their prompt, branches of a tree their
-turns, the two sides of a preference pair what was asked. Pictures have the same placeholder tokens, so a
-picture's first token counts as its hash. A block may end inside a picture.
+turns, the two sides of a preference pair what was asked. Images have the same placeholder tokens, so a
+image's first token counts as its hash. A block may end inside an image.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _runs(common: Sequence[int], first: int, stop: int, depth: int) -> Iterator[
 
 
 def row_keys(tokens: Sequence[Sequence[int]], images: Sequence[Sequence[MediaSpan]]) -> list[Ints]:
-    """The tokens of each row; a number below 0 for a picture, at its first token."""
+    """The tokens of each row; a number below 0 for an image, at its first token."""
     known: dict[str, int] = {}
     keys = [np.array(row, dtype=np.int64) for row in tokens]
     for key, spans in zip(keys, images, strict=True):

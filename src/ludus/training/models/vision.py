@@ -1,4 +1,4 @@
-"""Loading a model's vision part: its processor, the probe of its pictures, and what of it is trained."""
+"""Loading a model's vision part: its processor, the probe of its images, and what of it is trained."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 from ludus.chat.tokenizers import HFTokenizer
 from ludus.core.failures import ConfigError, MissingExtraError
-from ludus.core.pictures import PictureError
+from ludus.core.images import ImageError
 from ludus.model.hf_model import unwrapped, vocabulary_size
 from ludus.model.image_check import check_images, check_positions
 from ludus.model.image_features import forget_features, vision_parameters
@@ -40,7 +40,7 @@ def load_vision(
         attach_images(model, images)
         check_images(model)
         forget_features(model)
-    except (ConfigError, MissingExtraError, PictureError) as error:
+    except (ConfigError, MissingExtraError, ImageError) as error:
         if hasattr(inner, "ludus_images"):
             del inner.ludus_images
         if vision != "auto":
@@ -53,6 +53,6 @@ def load_vision(
 def _processor(name: str, tokenizer: HFTokenizer, revision: str | None) -> ImageProcessor:
     images = ImageProcessor.load(name, tokenizer.inner, revision)
     if images.token not in tokenizer.controls.values():
-        # anybody's text could show a picture
+        # anybody's text could show an image
         raise ConfigError(f"the image token {images.text!r} is not a special token of the tokenizer")
     return images

@@ -29,7 +29,7 @@ class ForwardInputs:
     source_U: Tensor | None = None
     """The token of the rows that each computed one stands for; likewise."""
     images: tuple[MediaSpan, ...] = ()
-    """Where pictures stand, among the tokens of the rows."""
+    """Where images stand, among the tokens of the rows."""
 
     @classmethod
     def of(cls, batch: Pack | PackedRows, device: torch.device) -> ForwardInputs:
@@ -56,7 +56,7 @@ def packed_states(
 ) -> Tensor:
     """[U, hidden]: the last hidden states of the tokens that are computed.
 
-    `placed` are the features of the pictures, where they are another model's than this one's.
+    `placed` are the features of the images, where they are another model's than this one's.
     """
     if placed is None:
         placed = placed_features(model, inputs.images)

@@ -130,7 +130,7 @@ class _Writer:
         return {"object": _reference(kind), "fields": filled, **more}
 
     def _place(self, data: bytes) -> list[int]:
-        if id(data) not in self._seen:  # a picture that several spans show is sent once
+        if id(data) not in self._seen:  # an image that several spans show is sent once
             self._seen[id(data)] = self._append(data)
         found: list[int] = self._seen[id(data)]
         return found

@@ -11,10 +11,10 @@ from ludus.core.failures import ConfigError
 from ludus.core.random import key, shuffled
 from ludus.core.trajectory import Group, Trajectory
 from ludus.observe import (
-    keep_pictures,
+    keep_images,
     read_trajectories,
     rollout_metrics,
-    with_pictures,
+    with_images,
     write_trajectories,
 )
 from ludus.training.checkpoint import load_learner, load_start, save_learner
@@ -249,13 +249,13 @@ class RejectionStage(Stage[RejectionConfig]):
         state = {"player": self._worker.state_dict(), "found_any": self._found_any}
         self.context.ranks.run(save_learner, folder, self._learner, state)
         write_trajectories(folder / _KEPT, self._kept)
-        keep_pictures(folder, self._kept)
+        keep_images(folder, self._kept)
 
     def load(self, folder: Path) -> None:
         state = self.context.ranks.run(load_learner, folder, self._learner)
         self._worker.load_state_dict(state["player"])
         self._found_any = state["found_any"]
-        self._kept = with_pictures(read_trajectories(folder / _KEPT), folder / _KEPT)
+        self._kept = with_images(read_trajectories(folder / _KEPT), folder / _KEPT)
 
 
 def chosen(group: Group, config: RejectionConfig) -> list[Trajectory]:

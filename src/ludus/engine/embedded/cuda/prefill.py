@@ -75,14 +75,14 @@ class PrefillBatch:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it only samples, from full distributions, and reads no picture."""
+        """Whether it only samples, from full distributions, and reads no image."""
         return not any(
-            c.request.is_score or c.request.sampling.is_truncated or has_picture(c) for c in self.chunks
+            c.request.is_score or c.request.sampling.is_truncated or has_image(c) for c in self.chunks
         )
 
 
-def has_picture(chunk: Chunk) -> bool:
-    """Whether a part of a picture is among the chunk's tokens."""
+def has_image(chunk: Chunk) -> bool:
+    """Whether a part of an image is among the chunk's tokens."""
     return any(i.start < chunk.stop and i.stop > chunk.start for i in chunk.request.images)
 
 

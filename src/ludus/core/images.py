@@ -1,6 +1,6 @@
-"""Pictures: from what files and clients send to `Media`, within bounds. `engine.pictures` decodes them.
+"""Images: from what files and clients send to `Media`, within bounds. `model.image_files` decodes them.
 
-A picture stays the bytes that somebody sent, known by their hash, until a model's processor wants pixels. Its
+An image stays the bytes that somebody sent, known by their hash, until a model's processor wants pixels. Its
 sender may be hostile: bytes and pixels are bounded, and the bound on pixels is checked before any is decoded.
 Addresses are never fetched, and files are read only where a row of a file names them.
 """
@@ -17,21 +17,21 @@ from ludus.core.failures import EngineError
 from ludus.core.messages import Media
 
 MOST_BYTES = 32 << 20
-"""Bytes of one picture."""
+"""Bytes of one image."""
 MOST_PIXELS = 40_000_000
-"""Pixels of one picture: 120 MB once it is decoded."""
+"""Pixels of one image: 120 MB once it is decoded."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """What is decoded; of an animation, the first frame."""
 PARTS = frozenset({"image", "image_url", "input_image"})
-"""The types of parts of a message that are pictures: Hugging Face's and Anthropic's, then OpenAI's."""
+"""The types of parts of a message that are images: Hugging Face's and Anthropic's, then OpenAI's."""
 
 
-class PictureError(ValueError):
-    """A picture that cannot be read; the message says why."""
+class ImageError(ValueError):
+    """An image that cannot be read; the message says why."""
 
 
-def picture_of_part(part: Mapping[str, Any]) -> Media:
-    """The picture of a part: OpenAI's `image_url` or `input_image`, Anthropic's `image`, `{"image": Media}`."""
+def image_of_part(part: Mapping[str, Any]) -> Media:
+    """The image of a part: OpenAI's `image_url` or `input_image`, Anthropic's `image`, `{"image": Media}`."""
     kind = part.get("type")
     given = part.get("image") if kind == "image" else part.get("image_url")
     source = part.get("source")
@@ -43,48 +43,48 @@ def picture_of_part(part: Mapping[str, Any]) -> Media:
     if isinstance(url, bytes | bytearray):
         return _media(bytes(url))
     if not isinstance(url, str) or not url:
-        raise PictureError(
-            f"a part of type {kind!r} has no picture in it: send a data: URL (data:image/png;base64,...)"
+        raise ImageError(
+            f"a part of type {kind!r} has no image in it: send a data: URL (data:image/png;base64,...)"
         )
-    return picture_of_url(url)
+    return image_of_url(url)
 
 
-def picture_of_url(url: str) -> Media:
-    """The picture in a data: URL. Other addresses are not fetched."""
+def image_of_url(url: str) -> Media:
+    """The image in a data: URL. Other addresses are not fetched."""
     scheme, _, rest = url.partition(":")
     if scheme.lower() != "data":
-        raise PictureError(
-            f"the picture's address {url[:60]!r} is not fetched: send the picture itself, as a data: URL "
+        raise ImageError(
+            f"the image's address {url[:60]!r} is not fetched: send the image itself, as a data: URL "
             "(data:image/png;base64,...)"
         )
     about, comma, data = rest.partition(",")
     if not comma or not about.lower().endswith(";base64"):
-        raise PictureError("a picture's data: URL is written data:image/png;base64,...")
+        raise ImageError("an image's data: URL is written data:image/png;base64,...")
     return _media(_decoded(data))
 
 
 def _from_anthropic(source: Mapping[str, Any]) -> Media:
     if source.get("type") == "url":
-        return picture_of_url(str(source.get("url", "")))
+        return image_of_url(str(source.get("url", "")))
     data = source.get("data")
     if source.get("type") != "base64" or not isinstance(data, str):
-        raise PictureError(
-            f'a picture\'s source is {{"type": "base64", "data": ...}}, not of type {source.get("type")!r:.40}'
+        raise ImageError(
+            f'an image\'s source is {{"type": "base64", "data": ...}}, not of type {source.get("type")!r:.40}'
         )
     return _media(_decoded(data))
 
 
-def picture_of_file(path: Path) -> Media:
-    """The picture of a file."""
+def image_of_file(path: Path) -> Media:
+    """The image of a file."""
     try:
         if path.exists() and not path.is_file():  # opening a pipe would wait for its writer
             raise OSError("it is not a file")
         with path.open("rb") as file:
             data = file.read(MOST_BYTES + 1)
     except OSError as error:
-        raise PictureError(f"{path} cannot be read: {error.strerror or error}") from None
+        raise ImageError(f"{path} cannot be read: {error.strerror or error}") from None
     except ValueError as error:  # a null byte in the path
-        raise PictureError(f"{str(path)!r} cannot be read: {error}") from None
+        raise ImageError(f"{str(path)!r} cannot be read: {error}") from None
     return _media(data)
 
 
@@ -96,28 +96,26 @@ def _decoded(text: str) -> bytes:
     try:
         return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise PictureError(f"a picture is not base64: {error}") from None
+        raise ImageError(f"an image is not base64: {error}") from None
 
 
 def _media(data: bytes) -> Media:
     if not data:
-        raise PictureError("a picture has no bytes")
+        raise ImageError("an image has no bytes")
     if len(data) > MOST_BYTES:
         raise too_large()
     return Media.image(data)
 
 
 def not_shown(engine: str) -> EngineError:
-    """Pictures in a request to an engine that takes none."""
+    """Images in a request to an engine that takes none."""
     return EngineError(
-        f"{engine} is shown no pictures: sample with the engine in the trainer's process or with "
+        f"{engine} is shown no images: sample with the engine in the trainer's process or with "
         'cluster.engines, or set model.vision = "off" to read text only (docs/images.md)',
         retriable=False,
     )
 
 
-def too_large() -> PictureError:
+def too_large() -> ImageError:
     """More bytes than are read."""
-    return PictureError(
-        f"a picture has more than {MOST_BYTES >> 20} MiB, which is the most that is read"
-    )
+    return ImageError(f"an image has more than {MOST_BYTES >> 20} MiB, which is the most that is read")

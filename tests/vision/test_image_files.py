@@ -1,4 +1,4 @@
-"""Pictures from clients, files and tools: bounds, formats, and hostile bytes."""
+"""Images from clients, files and tools: bounds, formats, and hostile bytes."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from hypothesis import strategies as st
 from PIL import Image
 from pydantic import TypeAdapter
 from typer.testing import CliRunner
-from vision_models import noise, picture
+from vision_models import image, noise
 
 from ludus.cli.main import app
 from ludus.core.failures import ConfigError
-from ludus.core.messages import IMAGE_MARK, Media, Message
-from ludus.core.pictures import (
+from ludus.core.images import (
     MOST_BYTES,
-    PictureError,
-    picture_of_part,
-    picture_of_url,
+    ImageError,
+    image_of_part,
+    image_of_url,
 )
+from ludus.core.messages import IMAGE_MARK, Media, Message
 from ludus.core.task import Task
-from ludus.model.pictures import check_picture, decode_picture
-from ludus.rollouts.row_pictures import undecodable_pictures
+from ludus.model.image_files import check_image, decode_image
+from ludus.rollouts.row_images import undecodable_images
 from ludus.rollouts.tasksets import load_tasks
 from ludus.training.data.conversations import read_conversations
 
@@ -41,7 +41,7 @@ def url(media: Media) -> str:
     return "data:image/png;base64," + base64.b64encode(media.data or b"").decode()
 
 
-RED = picture("red")
+RED = image("red")
 PARTS: dict[str, dict[str, Any]] = {
     "openai": {"type": "image_url", "image_url": {"url": url(RED)}},
     "openai, short": {"type": "image_url", "image_url": url(RED)},
@@ -56,7 +56,7 @@ PARTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("form", PARTS)
-def test_a_message_has_pictures_in_their_places(form: str) -> None:
+def test_a_message_has_images_in_their_places(form: str) -> None:
     parts = [{"type": "text", "text": "is "}, PARTS[form], {"type": "text", "text": " red?"}]
     message = Message.parse({"role": "user", "content": parts})
     assert message.content == f"is {IMAGE_MARK} red?"
@@ -74,13 +74,13 @@ def test_a_message_has_pictures_in_their_places(form: str) -> None:
         ({"type": "image_url", "image_url": {"url": "data:image/png;base64,%%%"}}, "not base64"),
         ({"type": "image_url", "image_url": {"url": "data:image/png,abc"}}, "is written data:"),
         ({"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}, "no bytes"),
-        ({"type": "image_url"}, "no picture in it"),
-        ({"type": "input_image", "file_id": "f"}, "no picture in it"),
+        ({"type": "image_url"}, "no image in it"),
+        ({"type": "input_image", "file_id": "f"}, "no image in it"),
     ],
 )
-def test_what_is_no_picture_is_refused_with_the_reason(part: dict[str, Any], said: str) -> None:
-    with pytest.raises(PictureError, match=said):
-        picture_of_part(part)
+def test_what_is_no_image_is_refused_with_the_reason(part: dict[str, Any], said: str) -> None:
+    with pytest.raises(ImageError, match=said):
+        image_of_part(part)
     with pytest.raises(ValueError, match=said):
         Message.parse({"role": "user", "content": [part]})
 
@@ -96,9 +96,9 @@ def test_base64_may_be_wrapped_and_unpadded(form: Any) -> None:
     for size in (100, 101, 102):
         data = bytes(range(size))
         text = form(base64.b64encode(data).decode())
-        assert picture_of_url(f"data:image/png;base64,{text}").data == data
+        assert image_of_url(f"data:image/png;base64,{text}").data == data
         source = {"type": "base64", "media_type": "image/png", "data": text}
-        assert picture_of_part({"type": "image", "source": source}).data == data
+        assert image_of_part({"type": "image", "source": source}).data == data
 
 
 @pytest.mark.parametrize(
@@ -106,8 +106,8 @@ def test_base64_may_be_wrapped_and_unpadded(form: Any) -> None:
     ["A", "AAAAA", "AA=A", "A===", "AA-_", "AAAA!AAA", "\N{CYRILLIC CAPITAL LETTER A}AAA"],
 )
 def test_garbage_is_no_base64(text: str) -> None:
-    with pytest.raises(PictureError, match="not base64"):
-        picture_of_url(f"data:image/png;base64,{text}")
+    with pytest.raises(ImageError, match="not base64"):
+        image_of_url(f"data:image/png;base64,{text}")
 
 
 @pytest.mark.parametrize("side", [7_000, 10_000, 65_000])
@@ -115,8 +115,8 @@ def test_a_bomb_is_our_error_and_no_warning(side: int) -> None:
     """Whether Pillow says nothing, warns, or refuses it."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        with pytest.raises(PictureError, match="at most 40,000,000 are decoded"):
-            decode_picture(png(side, zlib.compress(b"\0" * 100)))
+        with pytest.raises(ImageError, match="at most 40,000,000 are decoded"):
+            decode_image(png(side, zlib.compress(b"\0" * 100)))
     assert not seen
 
 
@@ -139,20 +139,20 @@ def saved(kind: str) -> bytes:
 
 def test_bytes_and_pixels_are_bounded() -> None:
     long = base64.b64encode(b"x" * (MOST_BYTES + 3)).decode()
-    with pytest.raises(PictureError, match="MiB"):
-        picture_of_url(f"data:image/png;base64,{long}")
-    with pytest.raises(PictureError, match="MiB"):
-        decode_picture(b"x" * (MOST_BYTES + 1))
-    with pytest.raises(PictureError, match=r"pixels|decoded"):
-        decode_picture(png(65_000, zlib.compress(b"\0" * 100)))
+    with pytest.raises(ImageError, match="MiB"):
+        image_of_url(f"data:image/png;base64,{long}")
+    with pytest.raises(ImageError, match="MiB"):
+        decode_image(b"x" * (MOST_BYTES + 1))
+    with pytest.raises(ImageError, match=r"pixels|decoded"):
+        decode_image(png(65_000, zlib.compress(b"\0" * 100)))
 
 
 @given(st.binary(max_size=300), st.integers(0, 60))
-def test_broken_bytes_are_a_picture_error_and_nothing_else(noise_: bytes, place: int) -> None:
+def test_broken_bytes_are_a_image_error_and_nothing_else(noise_: bytes, place: int) -> None:
     whole = RED.data or b""
     for data in (noise_, whole[:place], whole[:place] + noise_ + whole[place + len(noise_) :]):
-        with contextlib.suppress(PictureError):
-            assert decode_picture(data).mode == "RGB"
+        with contextlib.suppress(ImageError):
+            assert decode_image(data).mode == "RGB"
 
 
 def test_transparency_is_white_and_other_modes_are_rgb() -> None:
@@ -161,26 +161,26 @@ def test_transparency_is_white_and_other_modes_are_rgb() -> None:
         image.save(file, format=kind)
         return file.getvalue()
 
-    clear = decode_picture(saved(Image.new("RGBA", (2, 2), (0, 0, 0, 0)), "PNG"))
+    clear = decode_image(saved(Image.new("RGBA", (2, 2), (0, 0, 0, 0)), "PNG"))
     assert clear.getpixel((0, 0)) == (255, 255, 255)
     for mode, kind in (("L", "PNG"), ("1", "PNG"), ("P", "GIF"), ("CMYK", "JPEG"), ("I;16", "PNG")):
-        assert decode_picture(saved(Image.new(mode, (3, 2)), kind)).size == (3, 2)
-    with pytest.raises(PictureError, match="no format"):
-        decode_picture(saved(Image.new("RGB", (2, 2)), "TIFF"))
+        assert decode_image(saved(Image.new(mode, (3, 2)), kind)).size == (3, 2)
+    with pytest.raises(ImageError, match="no format"):
+        decode_image(saved(Image.new("RGB", (2, 2)), "TIFF"))
 
 
-def test_task_files_name_pictures_by_path_url_and_column(tmp_path: Path) -> None:
-    (tmp_path / "pictures").mkdir()
+def test_task_files_name_images_by_path_url_and_column(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
     one, two = noise(1), noise(2)
-    (tmp_path / "pictures" / "one.png").write_bytes(one.data or b"")
-    by_path = {"type": "image", "path": "pictures/one.png"}
+    (tmp_path / "images" / "one.png").write_bytes(one.data or b"")
+    by_path = {"type": "image", "path": "images/one.png"}
     text = {"type": "text", "text": "what is this?"}
     rows = [
         {"prompt": [{"role": "user", "content": [by_path, text]}], "target": "a"},
         {"messages": [{"role": "user", "content": [text, {"type": "image", "image": url(two)}]}]},
         {
             "prompt": [{"role": "user", "content": [{"type": "image"}, text]}],
-            "images": ["pictures/one.png"],
+            "images": ["images/one.png"],
         },
     ]
     file = tmp_path / "tasks.jsonl"
@@ -197,19 +197,19 @@ def test_task_files_name_pictures_by_path_url_and_column(tmp_path: Path) -> None
     (tmp_path / "loop").symlink_to("loop")
     for part, said in (
         ({"type": "image", "path": "gone.png"}, r"gone\.png cannot be read"),
-        ({"type": "image", "path": "pictures"}, "pictures cannot be read: it is not a file"),
+        ({"type": "image", "path": "images"}, "images cannot be read: it is not a file"),
         ({"type": "image", "path": "pipe"}, "pipe cannot be read: it is not a file"),
         ({"type": "image", "path": "loop"}, "loop"),
         ({"type": "image", "path": "a\0b"}, "null"),
         ({"type": "image", "path": "http://x/y.png"}, "not fetched"),
-        ({"type": "image"}, "has no picture"),
+        ({"type": "image"}, "has no image"),
     ):
         file.write_text(json.dumps({"prompt": [{"role": "user", "content": [part]}]}))
         with pytest.raises(ConfigError, match=rf"line 1: .*{said}"):
             load_tasks(str(file))
 
 
-def test_columns_of_tables_hold_pictures(tmp_path: Path) -> None:
+def test_columns_of_tables_hold_images(tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -226,7 +226,7 @@ def test_columns_of_tables_hold_pictures(tmp_path: Path) -> None:
 
 KINDS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 BROKEN = {
-    "no picture": b"hello, this is text",
+    "no image": b"hello, this is text",
     "bomb": png(65_000, zlib.compress(b"\0" * 100)),
     "empty": b"",
     **{f"half a {kind}": saved(kind)[: len(saved(kind)) // 2] for kind in KINDS},
@@ -236,9 +236,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 @pytest.mark.parametrize("form", ["path", "image", "image_url"])
-def test_a_broken_picture_of_a_file_is_told_when_it_is_read(
-    tmp_path: Path, name: str, form: str
-) -> None:
+def test_a_broken_image_of_a_file_is_told_when_it_is_read(tmp_path: Path, name: str, form: str) -> None:
     (tmp_path / "good.png").write_bytes(RED.data or b"")
     (tmp_path / "bad.png").write_bytes(BROKEN[name])
     data = url(Media.image(BROKEN[name]))
@@ -262,25 +260,25 @@ def test_what_can_be_decoded_is_not_refused(kind: str, cut: int, more: bytes) ->
     data = saved(kind)
     data = data[: len(data) - cut] + more
     try:
-        decode_picture(data)
-    except PictureError:
+        decode_image(data)
+    except ImageError:
         return
-    check_picture(data)
+    check_image(data)
 
 
-def test_pictures_that_look_whole_and_are_not_have_their_file_and_line(tmp_path: Path) -> None:
+def test_images_that_look_whole_and_are_not_have_their_file_and_line(tmp_path: Path) -> None:
     hidden = Media.image(png(64, b"no deflate stream"))
     part = {"type": "image", "image": url(hidden)}
     file = tmp_path / "tasks.jsonl"
     row = {"prompt": [{"role": "user", "content": [part]}]}
     file.write_text("\n" + json.dumps(row) + "\n" + json.dumps(row))
     tasks = load_tasks(str(file))  # decoding a thousand of them would take too long
-    told = list(undecodable_pictures([message for task in tasks for message in task.messages]))
-    assert len(told) == 1 and "tasks.jsonl, line 2: a picture: a picture cannot be decoded" in told[0]
+    told = list(undecodable_images([message for task in tasks for message in task.messages]))
+    assert len(told) == 1 and "tasks.jsonl, line 2: an image: an image cannot be decoded" in told[0]
     assert "origin" not in TypeAdapter(Task).dump_json(tasks[0]).decode()
 
 
-def test_check_recipe_decodes_every_picture(tmp_path: Path) -> None:
+def test_check_recipe_decodes_every_image(tmp_path: Path) -> None:
     hidden = Media.image(png(64, b"no deflate stream"))
     rows = [{"prompt": [{"role": "user", "content": [{"type": "image", "image": url(one)}]}], "target": "red"}
             for one in (RED, noise(1))]  # fmt: skip
@@ -291,7 +289,7 @@ def test_check_recipe_decodes_every_picture(tmp_path: Path) -> None:
         '[tasks]\ntrain = "tasks.jsonl"\n[rl]\nsteps = 1\n'
     )
     done = CliRunner().invoke(app, ["check", "recipe", str(recipe)])
-    assert done.exit_code == 0 and "the pictures of 2 messages can be decoded" in done.output
+    assert done.exit_code == 0 and "the images of 2 messages can be decoded" in done.output
     rows[1]["prompt"][0]["content"][0]["image"] = url(hidden)
     (tmp_path / "tasks.jsonl").write_text("\n".join(map(json.dumps, rows)))
     done = CliRunner().invoke(app, ["check", "recipe", str(recipe)])

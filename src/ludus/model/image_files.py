@@ -1,4 +1,4 @@
-"""From the bytes of a picture to its pixels. Whoever sent them may be hostile."""
+"""From the bytes of an image to its pixels. Whoever sent them may be hostile."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ludus.core.failures import MissingExtraError
+from ludus.core.images import FORMATS, MOST_BYTES, MOST_PIXELS, ImageError, too_large
 from ludus.core.messages import Media
-from ludus.core.pictures import FORMATS, MOST_BYTES, MOST_PIXELS, PictureError, too_large
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-def noise_picture(seed: int, sides: tuple[int, int] = (48, 64)) -> Media:
-    """A picture of noise, to probe a model with: what looks alike everywhere shows no difference."""
+def noise_image(seed: int, sides: tuple[int, int] = (48, 64)) -> Media:
+    """An image of noise, to probe a model with: what looks alike everywhere shows no difference."""
     from PIL import Image
 
     noise = np.random.default_rng(seed).integers(0, 256, (*sides, 3), dtype=np.uint8)
@@ -30,21 +30,21 @@ def noise_picture(seed: int, sides: tuple[int, int] = (48, 64)) -> Media:
     return Media.image(file.getvalue())
 
 
-def decode_picture(data: bytes) -> Image:
+def decode_image(data: bytes) -> Image:
     """The pixels, in RGB; what is transparent is white."""
     with _opened(data) as opened:
         from PIL import Image, ImageOps
 
-        picture: Image.Image = opened  # each copy of a large one takes 160 MB
-        ImageOps.exif_transpose(picture, in_place=True)
-        if "A" in picture.getbands() or "transparency" in picture.info:
-            layered = picture.convert("RGBA")
-            picture = Image.new("RGB", layered.size, "white")
-            picture.paste(layered, mask=layered.getchannel("A"))
-        if picture.mode != "RGB":
-            return picture.convert("RGB")
-        picture.load()
-        return picture
+        image: Image.Image = opened  # each copy of a large one takes 160 MB
+        ImageOps.exif_transpose(image, in_place=True)
+        if "A" in image.getbands() or "transparency" in image.info:
+            layered = image.convert("RGBA")
+            image = Image.new("RGB", layered.size, "white")
+            image.paste(layered, mask=layered.getchannel("A"))
+        if image.mode != "RGB":
+            return image.convert("RGB")
+        image.load()
+        return image
 
 
 class PixelBudget:
@@ -74,30 +74,30 @@ class PixelBudget:
 
 
 def pixel_count(data: bytes) -> int:
-    """How many pixels a picture has; only its header is read."""
+    """How many pixels an image has; only its header is read."""
     with _opened(data) as opened:
         return opened.width * opened.height
 
 
-def check_picture(data: bytes) -> None:
-    """Refuse what is no picture, has too many pixels, or is cut off; what looks whole is not decoded.
+def check_image(data: bytes) -> None:
+    """Refuse what is no image, has too many pixels, or is cut off; what looks whole is not decoded.
 
-    That takes a hundredth of the time of decoding, and finds what copying and downloading break. Only a picture
+    That takes a hundredth of the time of decoding, and finds what copying and downloading break. Only an image
     whose end is missing is decoded: decoders forgive some of it.
     """
     with _opened(data) as opened:
         seems_whole = _seems_whole(opened, data)
     if not seems_whole:
-        decode_picture(data)
+        decode_image(data)
 
 
 @contextmanager
 def _opened(data: bytes) -> Iterator[Image]:
-    """The picture with its header read and within bounds; whatever is wrong with it is a `PictureError`."""
+    """The image with its header read and within bounds; whatever is wrong with it is a `ImageError`."""
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
-        raise MissingExtraError("pillow", "vision", "a picture that a model is shown") from None
+        raise MissingExtraError("pillow", "vision", "an image that a model is shown") from None
     if len(data) > MOST_BYTES:
         raise too_large()
     # Pillow warns from 89 million pixels on, where ours are refused; a filter for a moment is not thread-safe
@@ -107,35 +107,31 @@ def _opened(data: bytes) -> Iterator[Image]:
         with Image.open(BytesIO(data), formats=FORMATS) as opened:
             width, height = opened.size
             if width * height > MOST_PIXELS:  # nothing is decoded yet
-                raise PictureError(
-                    f"a picture has {width} x {height} pixels, and at most {MOST_PIXELS:,} are decoded"
+                raise ImageError(
+                    f"an image has {width} x {height} pixels, and at most {MOST_PIXELS:,} are decoded"
                 )
             yield opened
-    except PictureError:
+    except ImageError:
         raise
     except Image.DecompressionBombError:
-        raise PictureError(
-            f"a picture has too many pixels: at most {MOST_PIXELS:,} are decoded"
-        ) from None
+        raise ImageError(f"an image has too many pixels: at most {MOST_PIXELS:,} are decoded") from None
     except UnidentifiedImageError:
-        raise PictureError(f"a picture is in no format that is read ({', '.join(FORMATS)})") from None
+        raise ImageError(f"an image is in no format that is read ({', '.join(FORMATS)})") from None
     except Exception as error:  # noqa: BLE001 - decoders raise whatever broken bytes make of them
-        raise PictureError(
-            f"a picture cannot be decoded: {type(error).__name__}: {error!s:.200}"
-        ) from None
+        raise ImageError(f"an image cannot be decoded: {type(error).__name__}: {error!s:.200}") from None
 
 
-def _seems_whole(picture: Image, data: bytes) -> bool:
-    """Whether a picture has its end, by its format's own marks, and a PNG its checksums."""
-    if picture.format == "PNG":
+def _seems_whole(image: Image, data: bytes) -> bool:
+    """Whether an image has its end, by its format's own marks, and a PNG its checksums."""
+    if image.format == "PNG":
         try:
-            picture.verify()
+            image.verify()
         except Exception:  # noqa: BLE001 - decoding says what it is
             return False
-    if picture.format == "JPEG":  # the end of the image, after the last scan: a thumbnail has its own
+    if image.format == "JPEG":  # the end of the image, after the last scan: a thumbnail has its own
         return data.rfind(b"\xff\xd9") > data.rfind(b"\xff\xda")
-    if picture.format == "GIF":
+    if image.format == "GIF":
         return data.rstrip(b"\0").endswith(b";")
-    if picture.format == "BMP":
+    if image.format == "BMP":
         return int.from_bytes(data[2:6], "little") <= len(data)
     return True  # WebP is opened whole, or not at all

@@ -1,10 +1,10 @@
 """What it saves to compute the features of a frozen vision tower once an update, and not in every micro-batch.
 
-    python benchmarks/pictures.py [--rounds 3]
+    python benchmarks/images.py [--rounds 3]
 
 Two small models with the proportions of well-known ones: LLaVA's, whose tower is small beside its decoder, and
 SmolVLM's, whose tower reads sixteen patches for each token of its decoder. An update of GRPO with a KL penalty
-on 2 groups of 4 attempts: a picture in the prompt, another one in the observation of each attempt. CPU seconds,
+on 2 groups of 4 attempts: an image in the prompt, another one in the observation of each attempt. CPU seconds,
 in turns in one run.
 """
 
@@ -44,7 +44,7 @@ ROOM = image_features.FEATURE_BYTES
 
 
 def tokenizer_with(*specials: str) -> Any:
-    fitted = fit_tokenizer(["what is on this picture"] * 20, 400)
+    fitted = fit_tokenizer(["what is on this image"] * 20, 400)
     fitted.add_special_tokens({"additional_special_tokens": list(specials)})
     fitted.chat_template = CHATML
     return fitted
@@ -78,7 +78,7 @@ def like_llava(folder: Path) -> None:
 
 
 def like_smolvlm(folder: Path) -> None:
-    """A tower of the decoder's size; a picture is 5 tiles of 256 patches, and 16 tokens each."""
+    """A tower of the decoder's size; an image is 5 tiles of 256 patches, and 16 tokens each."""
     from transformers import Idefics3Config, Idefics3Processor
     from transformers import Idefics3ForConditionalGeneration as Model
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
