@@ -30,7 +30,7 @@ from typing import Any
 
 from ludus.chat import Renderer, load_format
 from ludus.core import ByteTokenizer, Completion, FinishReason, Message, Sampling, Task, Trajectory
-from ludus.core.generation import OnTokens
+from ludus.core.generation import Engine, OnTokens
 from ludus.core.messages import ToolSpec
 from ludus.remote.threads import frozen_gc
 from ludus.rollouts.message_tree import MessageTree
@@ -61,10 +61,8 @@ class Rate:
         )
 
 
-class InstantEngine:
+class InstantEngine(Engine):
     """Says the same call at once, to everybody."""
-
-    policy_version = 0
 
     def __init__(self) -> None:
         self._tokens = ByteTokenizer().encode(CALL)
@@ -80,12 +78,6 @@ class InstantEngine:
         on_tokens: OnTokens | None = None,
     ) -> Completion:
         return Completion(list(self._tokens), list(self._logprobs), FinishReason.STOP_TOKEN)
-
-    async def fork(self, session: str, into: str) -> None:
-        """Nothing is kept."""
-
-    async def release(self, session: str) -> None:
-        """Nothing is kept."""
 
 
 class PacedEngine(InstantEngine):

@@ -32,8 +32,8 @@ from ray.cluster_utils import Cluster
 from ludus.chat.tokenizers import HFTokenizer
 from ludus.dist import RayPlacement
 from ludus.dist.cluster import alive_nodes, on_node
-from ludus.engine import EngineConfig
-from ludus.engine.replicas import Canary, ProcessReplica, ReplicaSettings, ReplicatedEngine
+from ludus.engine import Canary, EngineConfig
+from ludus.engine.replicas import ProcessReplica, ReplicaSettings, ReplicatedEngine
 from ludus.observe import table_markdown
 from ludus.training.models.loading import fit_tokenizer
 from ludus.training.rollout_engines import PolicyWeights
@@ -79,7 +79,7 @@ async def measure(options: argparse.Namespace, address: str) -> list[list[str]]:
     times: dict[str, list[float]] = defaultdict(list)
     try:
         for engine in engines.values():
-            await engine.start()
+            await engine.open()
         for _ in range(options.rounds):
             times["a copy in memory"].append(seconds(copy_all))
             data = np.random.default_rng().integers(0, 255, int(megabytes * 1e6), np.uint8)

@@ -26,8 +26,8 @@ import torch
 from fsdp import VOCABULARY, model_of, seconds
 
 from ludus.chat.tokenizers import HFTokenizer
-from ludus.engine import EngineConfig
-from ludus.engine.replicas import Canary, ProcessReplica, ReplicaSettings, ReplicatedEngine
+from ludus.engine import Canary, EngineConfig
+from ludus.engine.replicas import ProcessReplica, ReplicaSettings, ReplicatedEngine
 from ludus.observe import table_markdown
 from ludus.training.models.loading import fit_tokenizer
 from ludus.training.rollout_engines import PolicyWeights
@@ -50,7 +50,7 @@ async def measure(options: argparse.Namespace) -> list[list[str]]:
     times: dict[str, list[float]] = defaultdict(list)
     for count in options.engines:
         engine = ReplicatedEngine([ProcessReplica(n, settings) for n in range(count)], source, canary)
-        await engine.start()
+        await engine.open()
         try:
             for _ in range(options.rounds):
                 times["a copy in memory"].append(seconds(copy_all))

@@ -12,7 +12,7 @@ from engine_models import plain_logprobs
 from transformers import PreTrainedModel
 
 from ludus.core import EngineError
-from ludus.core.generation import Completion, Sampling
+from ludus.core.generation import Completion, Engine, Sampling
 from ludus.core.messages import MediaSpan
 from ludus.engine import EmbeddedEngine, EngineConfig
 from ludus.engine.replicas.weight_loading import load_into, load_model
@@ -39,11 +39,11 @@ class TrainedModel:
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=size)
 
 
-class LocalReplica:
+class LocalReplica(Engine):
     """Everything but the process is real: folders are read, the engine samples."""
 
     def __init__(self, number: int) -> None:
-        self.name = f"engine {number}"
+        self._name = f"engine {number}"
         self.engine: EmbeddedEngine | None = None
         self.starts: list[int] = []
         self.loads: list[int] = []
@@ -54,6 +54,10 @@ class LocalReplica:
         self.hangs_at: str | None = None
         """The call that never returns."""
         self._death: asyncio.Future[str] | None = None
+
+    @property
+    def name(self) -> str:
+        return self._name
 
     @property
     def policy_version(self) -> int:

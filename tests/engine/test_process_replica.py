@@ -130,7 +130,7 @@ async def test_a_process_that_ends_or_hangs_comes_back(tmp_path: Path) -> None:
     limits = ReplicaLimits(seconds=40.0, backoff=0.0)
     canary = Canary.of(97, 256, "float32")
     engine = ReplicatedEngine([replica], source, canary, limits=limits, folder=tmp_path)
-    await engine.start()
+    await engine.open()
     try:
         running = asyncio.create_task(engine.generate([1, 2], GREEDY, session="a"))
         await engine.score([1, 2, 3])

@@ -18,8 +18,8 @@ from local_replica import LocalReplica, TrainedModel
 
 from ludus.core import EngineError
 from ludus.core.generation import Completion, Engine, FinishReason, Sampling
-from ludus.engine import EmbeddedEngine, EngineConfig
-from ludus.engine.replicas import Canary, CanaryError, ReplicaLimits, ReplicatedEngine
+from ludus.engine import Canary, CanaryError, EmbeddedEngine, EngineConfig
+from ludus.engine.replicas import ReplicaLimits, ReplicatedEngine
 from ludus.model import vocabulary_size
 
 QUICK = ReplicaLimits(seconds=20.0, backoff=0.0)
@@ -33,7 +33,7 @@ async def replicated(
     canary = Canary.of(vocabulary_size(source.model), 256, "float32")
     replicas = [LocalReplica(number) for number in range(count)]
     engine = ReplicatedEngine(replicas, source, canary, limits=limits, folder=folder)
-    await engine.start()
+    await engine.open()
     try:
         yield engine, replicas, source
     finally:
@@ -159,7 +159,7 @@ async def test_an_engine_that_computes_something_else_does_not_start(tmp_path: P
     replica = LocalReplica(0)
     engine = ReplicatedEngine([replica], source, canary, limits=QUICK, folder=tmp_path)
     with pytest.raises(CanaryError, match="engine 0 does not have the weights of version 0"):
-        await engine.start()
+        await engine.open()
     assert replica.engine is None
 
 

@@ -29,8 +29,7 @@ import torch
 
 import ludus
 from ludus.core import FinishReason, Sampling
-from ludus.engine import EmbeddedEngine
-from ludus.engine.replicas import Canary, CanaryError
+from ludus.engine import Canary, CanaryError, EmbeddedEngine
 from ludus.engine.servers import VllmEngine, VllmServer
 from ludus.llm import Address
 from ludus.observe import RunFolder

@@ -23,7 +23,8 @@ import ludus
 from ludus.chat.tokenizers import load_tokenizer
 from ludus.cli.main import app
 from ludus.core import ConfigError, EngineError, Sampling
-from ludus.engine.replicas import Canary, ReplicaLimits, ReplicatedEngine
+from ludus.engine import Canary
+from ludus.engine.replicas import ReplicaLimits, ReplicatedEngine
 from ludus.engine.servers import VllmEngine, VllmOptions
 from ludus.observe import RunFolder
 from ludus.training import Parts, Recipe
@@ -143,7 +144,7 @@ def test_the_canary_refuses_a_half_applied_update(
             limits=ReplicaLimits(seconds=20, backoff=0.001),
             folder=tmp_path,
         )
-        await engine.start()
+        await engine.open()
         try:
             request = [1, 2, 3], Sampling(max_tokens=4)
             assert (await engine.generate(*request)).versions[0].version == 0

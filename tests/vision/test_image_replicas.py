@@ -118,7 +118,7 @@ async def test_two_processes_give_the_embedded_engines_tokens(save: Any, tmp_pat
     )
     shown = [(noise(1),), (), (noise(2, (40, 30)), noise(1)), (noise(1), noise(1)), (noise(3),)]
     contexts = [trained.context(*images) for images in shown]
-    await engine.start()
+    await engine.open()
     try:
         for version in range(2):
             requests = [
@@ -175,7 +175,7 @@ async def test_a_half_update_of_what_sees_is_refused(
         limits = ReplicaLimits(seconds=20.0, backoff=0.0, refusals=1)
         canary = trained.canary(sees=sees)
         engine = ReplicatedEngine([replica], trained.weights, canary, limits=limits, folder=tmp_path)
-        await engine.start()
+        await engine.open()
         try:
             replica.left_out = left_out
             trained.move(part, by=0.02)
@@ -203,7 +203,7 @@ async def test_a_replica_that_sees_another_way_does_not_start(trained: Trained, 
         [LocalReplica(0)], trained.weights, trained.canary(), limits=LIMITS, folder=tmp_path
     )
     with pytest.raises(CanaryError, match="does not have the weights of version 0"):
-        await engine.start()
+        await engine.open()
 
 
 def test_a_canary_without_room_for_a_image_has_none(trained: Trained) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from numbers import Integral
-from typing import Protocol, runtime_checkable
+from pathlib import Path
 
+from ludus.core.failures import EngineError
 from ludus.core.messages import MediaSpan
 
 
@@ -121,14 +124,42 @@ OnTokens = Callable[[Sequence[int]], None]
 """Is given the tokens of a generation while it goes on: those since the last call, on the caller's loop."""
 
 
-@runtime_checkable
-class Engine(Protocol):
-    """Something that generates tokens with a policy whose version it knows."""
+class Engine(ABC):
+    """Generates tokens with a policy whose version it knows. Only `generate` has to be written.
+
+    Subclass it: every other method has a default, which is that of an engine without sessions of its own and
+    whose weights never change. There are two ways to follow a trainer:
+
+    - `shares_weights`: the engine samples the trainer's own module. It is paused while that changes, and is
+      told by `update_weights`.
+    - weights of its own: `start` and `load_weights` read them from a folder in Hugging Face format. Several
+      such engines make one (`engine.replicas.ReplicatedEngine`), which watches them, keeps sessions where
+      their KV is, and compares each with the trainer after every update. One event loop calls such an engine,
+      with many requests at once, and cancels calls at any time. The caller has the deadlines: calls need none
+      of their own. When the engine dies, every running call raises a retriable `EngineError`.
+    """
+
+    @property
+    def name(self) -> str:
+        """What messages call it, such as "engine 2 (process 4711)"."""
+        return type(self).__name__
 
     @property
     def policy_version(self) -> int:
-        """Counts the weight updates; cached KV of another version is never used."""
+        """Counts the weight updates: the version that the next token is sampled with."""
+        return 0
 
+    @property
+    def shares_weights(self) -> bool:
+        """Whether it samples the trainer's own module."""
+        return False
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether `generate` and `score` take `media`."""
+        return True
+
+    @abstractmethod
     async def generate(
         self,
         tokens: Sequence[int],
@@ -146,8 +177,15 @@ class Engine(Protocol):
         It must not raise.
         """
 
-    async def score(self, tokens: Sequence[int], *, temperature: float = 1.0) -> list[float]:
-        """The log-probability of each token given those before it; the first one's is 0."""
+    async def score(
+        self, tokens: Sequence[int], *, temperature: float = 1.0, media: Sequence[MediaSpan] = ()
+    ) -> list[float]:
+        """The log-probability of each token given those before it; the first one's is 0.
+
+        The canary asks an engine with weights of its own after every load: scores must come from the weights
+        that `generate` samples with.
+        """
+        raise EngineError(f"{self.name} gives no log-probabilities of given tokens", retriable=False)
 
     async def fork(self, session: str, into: str) -> None:
         """Make session `into` share everything that `session` has computed so far."""
@@ -164,8 +202,46 @@ class Engine(Protocol):
     async def resume(self) -> None:
         """Go on after `pause`."""
 
-    async def update_weights(self) -> int:
-        """The weights have changed: drop what was cached, count one up, return the new version."""
+    async def forget(self) -> None:
+        """Drop the KV of all requests and sessions; it is computed again where it is needed."""
+
+    async def update_weights(self, count: int = 1) -> int:
+        """The trainer's weights have changed `count` times: sample the new ones, and return their version.
+
+        KV of older weights is not used.
+        """
+        raise EngineError(
+            f"{self.name} has weights of its own: they are replaced by load_weights(folder, version)",
+            retriable=False,
+        )
+
+    async def start(self, folder: Path, version: int) -> None:
+        """Return when it can serve with these weights. After it has ended it can be started again.
+
+        `folder` has a model and its tokenizer in Hugging Face format: config.json, model.safetensors and the
+        tokenizer's files. It is on this machine, usually in shared memory, and is there until this returns.
+        """
+        await self.load_weights(folder, version)
+
+    async def load_weights(self, folder: Path, version: int) -> None:
+        """Replace the weights: all of them, or an error is raised and the engine is not used again.
+
+        Requests in flight stop between two tokens and go on with the new weights; no KV of other weights is
+        used. Tokens sampled from now on have `version` in their `VersionSpan`s. Paused, it stays paused.
+        """
+        raise EngineError(f"{self.name} cannot be given new weights", retriable=False)
+
+    async def ended(self) -> str:
+        """Return when it has died, or does not answer any more, with the reason in words."""
+        never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        return await never
+
+    def metrics(self) -> dict[str, float]:
+        """What a step of training reports of it."""
+        return {}
 
     async def close(self) -> None:
-        """Stop; requests still waiting fail with `EngineError`."""
+        """End it, with all that it has started; requests still waiting fail with `EngineError`.
+
+        Safe more than once.
+        """

@@ -88,7 +88,7 @@ class EngineActor(RunActor):
 
 
 class RayReplica(RequestedReplica):
-    """An engine in an actor, as a `Replica`."""
+    """An engine in an actor."""
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ludus.core.failures import ConfigError
+from ludus.core.generation import Engine
 from ludus.core.messages import ToolSet
 from ludus.dist.actors import RunActor
 from ludus.dist.cluster import Claim, RayCluster, in_group, interface_of, load_ray, on_node
@@ -21,7 +22,7 @@ from ludus.dist.ranks import RankActor, RayRank
 from ludus.dist.rewards import RewardHost, hosted
 from ludus.dist.tools import RayHost
 from ludus.engine import EngineConfig
-from ludus.engine.replicas import Replica, ReplicaSettings
+from ludus.engine.replicas import ReplicaSettings
 from ludus.envs.served import LOADER as ENV_LOADER
 from ludus.tools.hosting import ToolReference
 from ludus.tools.hosting.host import LOADER as TOOL_LOADER
@@ -102,7 +103,7 @@ class RayPlacement:
 
     def replicas(
         self, dtype: str, engine: EngineConfig, threads: int | None, hang_seconds: float
-    ) -> list[Replica]:
+    ) -> list[Engine]:
         """The engines, not started yet: on a GPU each, or on the host."""
         device = "cuda:0" if self._engine.gpus else "cpu"  # Ray shows an actor its own GPU only
         settings = ReplicaSettings(device, dtype, engine, threads)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ludus.core.registry import lazy_exports
 
 if TYPE_CHECKING:
+    from ludus.engine.canary import Canary, CanaryError
     from ludus.engine.config import EngineConfig, EngineStats
     from ludus.engine.embedded.block_manager import BlockManager, BlockPool, BlockTable
     from ludus.engine.embedded.core import EngineCore
@@ -19,15 +20,20 @@ if TYPE_CHECKING:
     from ludus.engine.embedded.scheduler import Scheduler
     from ludus.engine.embedded.thread import AdmissionQueue
     from ludus.engine.fake import FakeCall, FakeEngine
+    from ludus.engine.registry import ENGINES, EngineSetup
 
 __all__ = [
+    "ENGINES",
     "AdmissionQueue",
     "BlockManager",
     "BlockPool",
     "BlockTable",
+    "Canary",
+    "CanaryError",
     "EmbeddedEngine",
     "EngineConfig",
     "EngineCore",
+    "EngineSetup",
     "EngineStats",
     "FakeCall",
     "FakeEngine",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ludus.core.failures import EngineError
-from ludus.core.generation import Completion, FinishReason, OnTokens, Sampling, VersionSpan
+from ludus.core.generation import Completion, Engine, FinishReason, OnTokens, Sampling, VersionSpan
 from ludus.core.messages import MediaSpan
 from ludus.core.random import uniforms
 from ludus.core.tokenizer import Tokenizer
@@ -31,7 +31,7 @@ class FakeCall:
     media: tuple[MediaSpan, ...] = ()
 
 
-class FakeEngine:
+class FakeEngine(Engine):
     """An `Engine` for tests and for benchmarks of everything but the model.
 
     `script` is a function of (tokens, sampling, session), or the replies in order. A reply is token ids,
@@ -68,6 +68,10 @@ class FakeEngine:
     @property
     def policy_version(self) -> int:
         return self._version
+
+    @property
+    def shares_weights(self) -> bool:
+        return True
 
     async def generate(
         self,
@@ -174,7 +178,9 @@ class FakeEngine:
         held = self.sessions.get(session, []) if session is not None else []
         return min(common_prefix(context, held), len(context) - 1)
 
-    async def score(self, tokens: Sequence[int], *, temperature: float = 1.0) -> list[float]:
+    async def score(
+        self, tokens: Sequence[int], *, temperature: float = 1.0, media: Sequence[MediaSpan] = ()
+    ) -> list[float]:
         return [0.0, *(-uniforms(0, np.asarray(tokens[1:], dtype=np.uint64))).tolist()]
 
     async def fork(self, session: str, into: str) -> None:
@@ -197,8 +203,8 @@ class FakeEngine:
             self._resumed.set()
             self._resumed = None
 
-    async def update_weights(self) -> int:
-        self._version += 1
+    async def update_weights(self, count: int = 1) -> int:
+        self._version += count
         self.sessions.clear()
         return self._version
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ludus.chat.renderer import Renderer
-from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, Engine, FinishReason, OnTokens, Sampling
 from ludus.core.messages import MediaSpan
 from ludus.core.task import Task
@@ -21,7 +20,7 @@ from ludus.rollouts.rollout import Rollout
 from ludus.synth.result import current_cost
 
 
-class RecordedEngine:
+class RecordedEngine(Engine):
     """An `Engine` that gives these completions in each session, and then those of another, or none."""
 
     def __init__(self, actions: Sequence[Completion], then: Engine | None = None) -> None:
@@ -51,11 +50,6 @@ class RecordedEngine:
             tokens, sampling, session=session, media=media, on_tokens=on_tokens
         )
 
-    async def score(self, tokens: Sequence[int], *, temperature: float = 1.0) -> list[float]:
-        if self._then is None:
-            raise EngineError("recorded actions have no model to score with", retriable=False)
-        return await self._then.score(tokens, temperature=temperature)
-
     async def fork(self, session: str, into: str) -> None:
         self._given[into] = self._given[session]
         if self._then is not None:
@@ -69,18 +63,6 @@ class RecordedEngine:
     async def abort(self, session: str) -> None:
         if self._then is not None:
             await self._then.abort(session)
-
-    async def pause(self) -> None:
-        """Nothing is computed here."""
-
-    async def resume(self) -> None:
-        """Nothing is computed here."""
-
-    async def update_weights(self) -> int:
-        return self.policy_version
-
-    async def close(self) -> None:
-        """The other engine belongs to whoever gave it."""
 
 
 def recorded_actions(trajectory: Trajectory, renderer: Renderer) -> list[Completion]:

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from ludus.core.failures import ConfigError
+from ludus.core.generation import Engine
 from ludus.core.messages import ToolSet
 from ludus.core.registry import load_reference
 from ludus.engine import EngineConfig
-from ludus.engine.replicas import Replica
 from ludus.tools.hosting import ToolReference
 from ludus.training.config.cluster import launched_rank
 from ludus.training.config.parts import Parts
@@ -30,7 +30,7 @@ class Placement(RankLauncher, Protocol):
 
     def replicas(
         self, dtype: str, engine: EngineConfig, threads: int | None, hang_seconds: float
-    ) -> list[Replica]:
+    ) -> list[Engine]:
         """The engines that were reserved (cluster.engines), not started yet."""
 
     async def host_tools(self, references: Sequence[ToolReference]) -> ToolSet:

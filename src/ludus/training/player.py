@@ -237,7 +237,7 @@ class _GroupPlaces:
         self.left -= 1
 
 
-class _GatedEngine:
+class _GatedEngine(Engine):
     """An engine whose generations wait at a gate; also what every session is doing."""
 
     def __init__(self, inner: Engine) -> None:
@@ -270,9 +270,6 @@ class _GatedEngine:
         finally:
             self.phases[session] = "at tools or rewards"
 
-    async def score(self, tokens: Sequence[int], *, temperature: float = 1.0) -> list[float]:
-        return await self._inner.score(tokens, temperature=temperature)
-
     async def fork(self, session: str, into: str) -> None:
         await self._inner.fork(session, into)
 
@@ -282,15 +279,3 @@ class _GatedEngine:
 
     async def abort(self, session: str) -> None:
         await self._inner.abort(session)
-
-    async def pause(self) -> None:
-        await self._inner.pause()
-
-    async def resume(self) -> None:
-        await self._inner.resume()
-
-    async def update_weights(self) -> int:
-        return await self._inner.update_weights()
-
-    async def close(self) -> None:
-        await self._inner.close()

@@ -1,9 +1,9 @@
-"""Who samples: the embedded engine, over the module that is trained, or replicas with copies of it.
+"""The engine that a run samples from: the trained module itself, or engines with copies of its weights.
 
-`start_engine` is where a recipe becomes an engine. What replicas load is what `PolicyWeights` writes: a
-folder in Hugging Face format, with an adapter merged into the weights that it adapts. The first one is
-written by transformers. The later ones have the same tensors at the same places, so that only their bytes are
-written: one copy in memory.
+`start_engine` is where a recipe becomes an engine. Engines with weights of their own load what `PolicyWeights`
+writes: a folder in Hugging Face format, with an adapter merged into the weights that it adapts. The first
+folder is written by transformers. The later ones have the same tensors at the same places, so that only their
+bytes are written: one copy in memory.
 """
 
 from __future__ import annotations
@@ -21,19 +21,12 @@ from torch import Tensor, nn
 
 from ludus.chat.tokenizers import HFTokenizer
 from ludus.core.failures import ConfigError
+from ludus.core.generation import Engine
 from ludus.core.messages import MediaSpan
-from ludus.engine import EmbeddedEngine
-from ludus.engine.replicas import (
-    Canary,
-    ProcessReplica,
-    Replica,
-    ReplicaLimits,
-    ReplicaSettings,
-    ReplicatedEngine,
-)
+from ludus.engine import ENGINES, Canary, EngineSetup
+from ludus.engine.replicas import ReplicaLimits, ReplicatedEngine
 from ludus.engine.replicas.weight_folders import remove_left_weights
 from ludus.engine.replicas.weight_loading import WEIGHTS
-from ludus.engine.servers import VllmEngine
 from ludus.kernels import on_device, token_logprobs
 from ludus.model import (
     PackedContext,
@@ -52,9 +45,6 @@ from ludus.training.models.gguf import without_progress_bars
 from ludus.training.models.lora import is_adapted
 from ludus.training.placement import Placement
 
-RolloutEngine = EmbeddedEngine | ReplicatedEngine
-"""The engines that a run can have."""
-
 
 async def start_engine(
     recipe: Recipe,
@@ -63,60 +53,73 @@ async def start_engine(
     version: int,
     trainer_ranks: int,
     placement: Placement | None = None,
-) -> RolloutEngine:
+) -> Engine:
     """The engine that a recipe asks for; on this machine, `trainer_ranks` processes have the first devices."""
     remove_left_weights()
     cluster = recipe.cluster
-    if not (cluster.engines or cluster.servers):
-        return EmbeddedEngine(model, tokenizer, recipe.engine, version=version)
     weight = unwrapped(model).get_input_embeddings().weight
-    dtype = str(weight.dtype).removeprefix("torch.")
-    replicas: Sequence[Replica]
-    if cluster.servers:
-        known = vocabulary_size(model)
-        replicas = [VllmEngine(address, tokenizer, vocabulary=known) for address in cluster.servers]
-    elif placement is None:
-        replicas = process_replicas(recipe, weight.device, dtype, trainer_ranks)
+    dtype, threads = str(weight.dtype).removeprefix("torch."), recipe.threads
+    if placement is not None and cluster.engines:
+        threads = threads or (1 if weight.device.type == "cpu" else None)
+        engines = placement.replicas(dtype, recipe.engine, threads, cluster.timeout)
     else:
-        threads = recipe.threads or (1 if weight.device.type == "cpu" else None)
-        replicas = placement.replicas(dtype, recipe.engine, threads, cluster.timeout)
-    images = None if cluster.servers else images_of(model)  # servers read text only
-    engine = ReplicatedEngine(
-        replicas,
+        engines = made_engines(recipe, model, tokenizer, version, trainer_ranks)
+    if engines[0].shares_weights:
+        return engines[0]
+    images = images_of(model) if all(engine.takes_images for engine in engines) else None
+    replicated = ReplicatedEngine(
+        engines,
         PolicyWeights(model, tokenizer),
         Canary.of(vocabulary_size(model), context_limit(model), dtype, images),
         version=version,
         limits=ReplicaLimits(seconds=cluster.timeout),
         folder=None if cluster.weights is None else Path(cluster.weights),
     )
-    await engine.start()
-    return engine
+    await replicated.open()
+    return replicated
 
 
-def process_replicas(
-    recipe: Recipe, device: torch.device, dtype: str, trainer_ranks: int
-) -> list[Replica]:
-    """Engines in processes on this machine: on a GPU each, or with one thread each on the host."""
-    count, here = recipe.cluster.engines, int(os.environ.get("LOCAL_WORLD_SIZE", trainer_ranks))
-    if device.type == "cuda" and torch.cuda.device_count() < here + count:
+def made_engines(
+    recipe: Recipe, model: nn.Module, tokenizer: HFTokenizer, version: int, trainer_ranks: int
+) -> list[Engine]:
+    """The engines of `cluster.engine`, not started: one for each server, or as many as `cluster.engines`.
+
+    Those that run on this machine have a GPU each, behind the trainer's, or one thread each on the host.
+    """
+    cluster = recipe.cluster
+    chosen = "vllm" if cluster.servers else "process" if cluster.engines else "embedded"
+    name = cluster.engine or chosen
+    make = ENGINES.load(name)
+    weight = unwrapped(model).get_input_embeddings().weight
+    device, here = weight.device, int(os.environ.get("LOCAL_WORLD_SIZE", trainer_ranks))
+    if device.type == "cuda" and torch.cuda.device_count() < here + cluster.engines:
         raise ConfigError(
-            f"cluster.engines = {count} and {here} trainer process(es) need a GPU each, and this machine has "
-            f"{torch.cuda.device_count()}: lower them, or leave out cluster.engines to sample on the trainer's"
+            f"cluster.engines = {cluster.engines} and {here} trainer process(es) need a GPU each, and this "
+            f"machine has {torch.cuda.device_count()}: lower them, or leave out cluster.engines to sample on "
+            "the trainer's"
         )
-    threads = recipe.threads or (1 if device.type == "cpu" else None)
-    return [
-        ProcessReplica(
-            number,
-            ReplicaSettings(
-                device="cpu" if device.type == "cpu" else f"{device.type}:{here + number}",
-                dtype=dtype,
-                engine=recipe.engine,
-                threads=threads,
-            ),
-            hang_seconds=recipe.cluster.timeout,
+    own_device = device.type == "cuda" and cluster.engines > 0
+    engines: list[Engine] = []
+    for number in range(len(cluster.servers) or cluster.engines or 1):
+        setup = EngineSetup(
+            model=model,
+            tokenizer=tokenizer,
+            config=recipe.engine,
+            version=version,
+            number=number,
+            address=cluster.servers[number] if cluster.servers else None,
+            device=f"{device.type}:{here + number}" if own_device else str(device),
+            dtype=str(weight.dtype).removeprefix("torch."),
+            threads=recipe.threads or (1 if device.type == "cpu" else None),
+            seconds=cluster.timeout,
         )
-        for number in range(count)
-    ]
+        engines.append(make(setup))
+    if engines[0].shares_weights and (cluster.servers or cluster.engines):
+        raise ConfigError(
+            f"cluster.engine = {name!r} samples the trainer's own module, in its process: leave out "
+            "cluster.engines and cluster.servers"
+        )
+    return engines
 
 
 @dataclass(frozen=True, slots=True)

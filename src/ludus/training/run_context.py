@@ -27,7 +27,6 @@ from ludus.core.task import Task
 from ludus.core.tokenizer import Tokenizer
 from ludus.core.trajectory import StopReason, Trajectory
 from ludus.engine import EmbeddedEngine, FakeEngine
-from ludus.engine.replicas import ReplicatedEngine
 from ludus.engine.servers import TranscriptTokenizer
 from ludus.envs import EnvPool, EnvTools, PoolConfig, rename_clashes, tools_of
 from ludus.model import use_ludus_attention
@@ -51,7 +50,7 @@ from ludus.training.models.loading import device_of, fit_tokenizer, load_model
 from ludus.training.placement import Placement, host_parts, place
 from ludus.training.ranks.processes import Ranks, start_ranks
 from ludus.training.replay import Recording, open_recording
-from ludus.training.rollout_engines import RolloutEngine, start_engine
+from ludus.training.rollout_engines import start_engine
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +68,7 @@ class RunContext:
     parts: Parts
     model: nn.Module
     tokenizer: HFTokenizer
-    engine: RolloutEngine
+    engine: Engine
     task_sets: list[TaskSet]
     recording: Recording | None = None
     """Where the groups come from that RL learns from, where nothing is played."""
@@ -111,17 +110,17 @@ class RunContext:
             await self.placement.close()
 
     async def pause_sampling(self) -> None:
-        """Before the weights change: the embedded engine samples the very module. Replicas go on."""
-        if isinstance(self.engine, EmbeddedEngine):
+        """Before the weights change: an engine that samples the trained module stops; others go on."""
+        if self.engine.shares_weights:
             await self.engine.pause()
 
     async def sync_engine(self, *, later: bool = False) -> None:
         """After the weights have changed: let the engine go on with them.
 
-        With `later`, replicas get them when something is played next (`refresh_engine`), once for all updates
-        until then.
+        With `later`, an engine with weights of its own gets them when something is played next
+        (`refresh_engine`), once for all updates until then.
         """
-        if isinstance(self.engine, EmbeddedEngine):
+        if self.engine.shares_weights:
             await self.engine.update_weights()
             await self.engine.resume()
             return
@@ -130,14 +129,10 @@ class RunContext:
             await self.refresh_engine()
 
     async def refresh_engine(self) -> None:
-        """Give replicas the newest weights, if they do not have them."""
-        if self.behind and isinstance(self.engine, ReplicatedEngine):
+        """Give the engine the newest weights, if it does not have them."""
+        if self.behind:
             behind, self.behind = self.behind, 0
             await self.engine.update_weights(behind)
-
-    def engine_metrics(self) -> dict[str, float]:
-        """How the replicas are; nothing is said of the embedded engine."""
-        return self.engine.metrics() if isinstance(self.engine, ReplicatedEngine) else {}
 
     async def demonstrations(
         self, shown: Expert | Sequence[Conversation] | None, needed: int | None = None
@@ -246,7 +241,7 @@ async def _build_on(
     version = updates_until(load_progress(checkpoint), recipe) if checkpoint is not None else 0
     sharded = ranks.shard(model) if ranks.size > 1 else None
     if recording is None:
-        engine = await start_engine(recipe, model, tokenizer, version, ranks.size, placement)
+        engine: Engine = await start_engine(recipe, model, tokenizer, version, ranks.size, placement)
     else:  # which plays nothing
         engine = EmbeddedEngine(model, tokenizer, recipe.engine, version=version)
     try:

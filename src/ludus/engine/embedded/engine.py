@@ -23,7 +23,7 @@ import numpy as np
 from torch import nn
 
 from ludus.core.failures import EngineError, LudusError
-from ludus.core.generation import Completion, FinishReason, OnTokens, Sampling, VersionSpan
+from ludus.core.generation import Completion, Engine, FinishReason, OnTokens, Sampling, VersionSpan
 from ludus.core.messages import MediaSpan
 from ludus.core.tokenizer import Tokenizer
 from ludus.engine.config import EngineConfig, EngineStats
@@ -31,13 +31,14 @@ from ludus.engine.embedded.core import EngineCore
 from ludus.engine.embedded.kv_cache_size import cache_blocks, max_step_tokens, releases_memory
 from ludus.engine.embedded.request import Decode, Marks, Request, StopChecker
 from ludus.engine.embedded.thread import AdmissionQueue, EngineThread, ReplyFuture, TokenStream
+from ludus.engine.registry import EngineSetup
 from ludus.model.hf_model import context_limit, sampling_mode, unwrapped, vocabulary_size
 from ludus.model.images import images_of, with_virtual_ids
 from ludus.model.probes import use_ludus_attention
 from ludus.remote.time_limit import Wait, queueing
 
 
-class EmbeddedEngine:
+class EmbeddedEngine(Engine):
     """An `Engine` over a Hugging Face causal LM, which it shares with the trainer.
 
     `decode` is needed for stop strings only: a tokenizer, or a function from tokens to text. The trainer
@@ -74,9 +75,22 @@ class EmbeddedEngine:
         self._mode = ExitStack()
         self._is_sampling = False
 
+    @classmethod
+    def of_run(cls, setup: EngineSetup) -> EmbeddedEngine:
+        """The engine of a run that samples in the trainer's process."""
+        return cls(setup.model, setup.tokenizer, setup.config, version=setup.version)
+
     @property
     def policy_version(self) -> int:
         return self._core.version
+
+    @property
+    def shares_weights(self) -> bool:
+        return True
+
+    @property
+    def takes_images(self) -> bool:
+        return self._images is not None
 
     @property
     def stats(self) -> EngineStats:
@@ -184,9 +198,11 @@ class EmbeddedEngine:
     async def resume(self) -> None:
         await self._thread.call(self._resume)
 
-    async def update_weights(self) -> int:
+    async def update_weights(self, count: int = 1) -> int:
         keeps = self.config.keep_kv
-        return await self._thread.call(lambda: self._core.update_weights(keep_kv=keeps))
+        return await self._thread.call(
+            lambda: self._core.update_weights(self._core.version + count, keep_kv=keeps)
+        )
 
     async def replace_weights(self, copy: Callable[[], None], version: int) -> None:
         """Call `copy`, which changes the weights in place, between two steps; the policy then has `version`.

@@ -1,6 +1,6 @@
 """Rollout engines with weights of their own: in other processes, on other devices, behind servers.
 
-`Replica` is what such an engine must be able to do, `ReplicatedEngine` makes one engine of several of them,
+`ReplicatedEngine` makes one engine of several (`core.generation.Engine`, with weights of their own),
 and `ProcessReplica` is an embedded engine in a child process.
 """
 
@@ -11,17 +11,12 @@ from typing import TYPE_CHECKING
 from ludus.core.registry import lazy_exports
 
 if TYPE_CHECKING:
-    from ludus.engine.canary import Canary, CanaryError
     from ludus.engine.replicas.process import ProcessReplica, ReplicaSettings
-    from ludus.engine.replicas.replica import Replica
     from ludus.engine.replicas.replicated import ReplicaLimits, ReplicatedEngine
     from ludus.engine.replicas.weight_folders import WeightSource
 
 __all__ = [
-    "Canary",
-    "CanaryError",
     "ProcessReplica",
-    "Replica",
     "ReplicaLimits",
     "ReplicaSettings",
     "ReplicatedEngine",

@@ -20,6 +20,7 @@ from pathlib import Path
 from ludus.core.failures import EngineError
 from ludus.core.messages import Json
 from ludus.engine.config import EngineConfig
+from ludus.engine.registry import EngineSetup
 from ludus.engine.replicas.frames import pack_frame, read_frame
 from ludus.engine.replicas.requested import RequestedReplica
 from ludus.remote.processes import WorkerProcess
@@ -54,7 +55,7 @@ def visible_device(device: str, visible: str | None) -> tuple[str, dict[str, str
 
 
 class ProcessReplica(RequestedReplica):
-    """A `Replica` that is an `EmbeddedEngine` in a child process."""
+    """An `EmbeddedEngine` in a child process."""
 
     def __init__(
         self, number: int, settings: ReplicaSettings | None = None, *, hang_seconds: float = 600.0
@@ -72,6 +73,12 @@ class ProcessReplica(RequestedReplica):
         self._ended: asyncio.Future[str] | None = None
         self._last_heard = 0.0
         self._version = -1
+
+    @classmethod
+    def of_run(cls, setup: EngineSetup) -> ProcessReplica:
+        """One of the engines of a run that sample on this machine, beside the trainer."""
+        settings = ReplicaSettings(setup.device, setup.dtype, setup.config, setup.threads)
+        return cls(setup.number, settings, hang_seconds=setup.seconds)
 
     @property
     def name(self) -> str:

@@ -26,10 +26,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ludus.core.failures import EngineError
-from ludus.core.generation import Completion, FinishReason, OnTokens, Sampling, VersionSpan
+from ludus.core.generation import Completion, Engine, FinishReason, OnTokens, Sampling, VersionSpan
 from ludus.core.messages import MediaSpan
 from ludus.engine.canary import Canary, CanaryError
-from ludus.engine.replicas.replica import Replica
 from ludus.engine.replicas.weight_folders import Published, WeightFolders, WeightSource
 from ludus.remote.time_limit import queueing
 
@@ -59,7 +58,7 @@ class ReplicaLimits:
 class _Member:
     """A replica and what is known of it."""
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: Engine) -> None:
         self.replica = replica
         self.lock = asyncio.Lock()
         """Held while weights are loaded."""
@@ -91,12 +90,12 @@ class _Member:
             self.down.set_result(reason)
 
 
-class ReplicatedEngine:
-    """An `Engine` over replicas. Call `start` first; `update_weights` publishes the source's weights."""
+class ReplicatedEngine(Engine):
+    """An `Engine` over replicas. Call `open` first; `update_weights` publishes the source's weights."""
 
     def __init__(
         self,
-        replicas: Sequence[Replica],
+        replicas: Sequence[Engine],
         source: WeightSource,
         canary: Canary,
         *,
@@ -125,7 +124,7 @@ class ReplicatedEngine:
 
     # The life of the engine
 
-    async def start(self) -> None:
+    async def open(self) -> None:
         """Start all replicas with the source's weights; an error of one is an error of the engine."""
         try:
             await self._folders.publish(self._version)
@@ -221,7 +220,7 @@ class ReplicatedEngine:
 
     @property
     def _newest(self) -> Published:
-        assert self._folders.newest is not None, "start the engine first"
+        assert self._folders.newest is not None, "open the engine first"
         return self._folders.newest
 
     @property
@@ -453,9 +452,7 @@ class ReplicatedEngine:
             member.take_out(text)
             raise EngineError(text) from None
 
-    async def _command_all(
-        self, what: str, call: Callable[[Replica], Coroutine[Any, Any, None]]
-    ) -> None:
+    async def _command_all(self, what: str, call: Callable[[Engine], Coroutine[Any, Any, None]]) -> None:
         """Tell all that serve. One that fails is taken out, which is what the others need to know of it."""
         self._check_usable()
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict
 
 from ludus.core.failures import EngineError
-from ludus.core.generation import Completion, OnTokens, Sampling
+from ludus.core.generation import Completion, Engine, OnTokens, Sampling
 from ludus.core.messages import Json, MediaSpan
 from ludus.engine.replicas.frames import (
     pack_images,
@@ -17,8 +17,8 @@ from ludus.engine.replicas.frames import (
 )
 
 
-class RequestedReplica(ABC):
-    """The part of a `Replica` that asks."""
+class RequestedReplica(Engine):
+    """The part of an engine elsewhere that asks."""
 
     @abstractmethod
     async def _request(

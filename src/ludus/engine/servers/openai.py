@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, Literal
 
 from ludus.core.failures import EngineError
-from ludus.core.generation import Completion, FinishReason, OnTokens, Sampling
+from ludus.core.generation import Completion, Engine, FinishReason, OnTokens, Sampling
 from ludus.core.images import not_shown
 from ludus.core.messages import MediaSpan
 from ludus.core.tokenizer import Tokenizer
@@ -57,7 +57,7 @@ class RemoteOptions(RetryPolicy):
     """Further fields of every request; None leaves a field out that would be sent."""
 
 
-class RemoteEngine:
+class RemoteEngine(Engine):
     """An `Engine` over `/completions`, or over `/chat/completions` when given a `TranscriptTokenizer`."""
 
     def __init__(
@@ -84,8 +84,12 @@ class RemoteEngine:
         self._is_closed = False
 
     @property
-    def policy_version(self) -> int:
-        return 0
+    def name(self) -> str:
+        return f"the server {self.address}"
+
+    @property
+    def takes_images(self) -> bool:
+        return False
 
     async def check(self) -> None:
         """Find the server and the model, before many episodes fail for the same reason."""
@@ -196,15 +200,6 @@ class RemoteEngine:
             ours,
         )
 
-    async def score(self, tokens: Sequence[int], *, temperature: float = 1.0) -> list[float]:
-        raise EngineError("a model behind an address gives no log-probabilities", retriable=False)
-
-    async def fork(self, session: str, into: str) -> None:
-        """Nothing is kept here: the server has a prefix cache, or has none."""
-
-    async def release(self, session: str) -> None:
-        """Nothing is kept here."""
-
     async def abort(self, session: str) -> None:
         for task in self._running.get(session, ()):
             task.cancel()
@@ -212,10 +207,7 @@ class RemoteEngine:
     async def pause(self) -> None:
         raise self._untrainable()
 
-    async def resume(self) -> None:
-        """It cannot have been paused."""
-
-    async def update_weights(self) -> int:
+    async def update_weights(self, count: int = 1) -> int:
         raise self._untrainable()
 
     def _untrainable(self) -> EngineError:

@@ -1,6 +1,6 @@
 """`VllmEngine`: a vLLM server as the engine of training. Token ids go in and out; weights come as a folder.
 
-A `Replica` (`engine/replicas/replica.py`): it has weights of its own, in a server that somebody else started
+It has weights of its own, in a server that was started before the run
 (`ludus serve vllm RECIPE`, docs/distributed.md). Tokens are exactly as sampled, log-probabilities are those of
 the trained distribution, and every token has the version of the weights that it was sampled with, through
 updates in flight.
@@ -24,10 +24,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ludus.core.failures import ConfigError, EngineError
-from ludus.core.generation import Completion, FinishReason, OnTokens, Sampling, VersionSpan
+from ludus.core.generation import Completion, Engine, FinishReason, OnTokens, Sampling, VersionSpan
 from ludus.core.images import not_shown
 from ludus.core.messages import Json, MediaSpan
 from ludus.core.tokenizer import Tokenizer
+from ludus.engine.registry import EngineSetup
 from ludus.engine.servers.vllm_api import (
     WeightLabel,
     generate_body,
@@ -41,6 +42,7 @@ from ludus.engine.servers.vllm_server import VllmOptions, VllmServer
 from ludus.engine.servers.vllm_weights import model_config, with_head
 from ludus.llm.address import Address
 from ludus.llm.http import BadResponse, ConnectionFailed
+from ludus.model.hf_model import vocabulary_size
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +50,7 @@ _ABORT_AGAIN = 0.2
 """Seconds between two aborts: a request that has not reached the server yet is not known there."""
 
 
-class VllmEngine:
+class VllmEngine(Engine):
     """An engine over a vLLM server, whose weights it replaces."""
 
     def __init__(
@@ -75,9 +77,22 @@ class VllmEngine:
         """The requests of each session, by their ids on the server."""
         self._is_paused = self._is_loading = self._is_closed = False
 
+    @classmethod
+    def of_run(cls, setup: EngineSetup) -> VllmEngine:
+        """The engine of a run over one of the servers in `cluster.servers`."""
+        if setup.address is None:
+            raise ConfigError(
+                'cluster.engine = "vllm" samples from servers: name them in cluster.servers'
+            )
+        return cls(setup.address, setup.tokenizer, vocabulary=vocabulary_size(setup.model))
+
     @property
     def name(self) -> str:
         return self._server.name
+
+    @property
+    def takes_images(self) -> bool:
+        return False
 
     @property
     def policy_version(self) -> int:
@@ -151,12 +166,6 @@ class VllmEngine:
             for task in tasks:
                 task.cancel()
 
-    async def fork(self, session: str, into: str) -> None:
-        """Nothing to do: the server finds what it has computed by the tokens themselves."""
-
-    async def release(self, session: str) -> None:
-        """Nothing to do: the server drops what was not used for the longest time."""
-
     async def abort(self, session: str) -> None:
         """The server gives back what there is; where it does not, the connection is closed."""
         running = dict(self._running.get(session, {}))
@@ -183,12 +192,6 @@ class VllmEngine:
 
     async def forget(self) -> None:
         await self._server.forget()
-
-    async def update_weights(self) -> int:
-        raise EngineError(
-            f"{self.name} has weights of its own: they are replaced by load_weights(folder, version)",
-            retriable=False,
-        )
 
     async def load_weights(self, folder: Path, version: int) -> None:
         """The server reads the folder itself: it must see it under the same path."""

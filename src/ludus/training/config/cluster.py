@@ -17,6 +17,9 @@ class ClusterConfig(Config):
     engines: int = Field(default=0, ge=0, le=4096)
     """Processes that sample, each with a copy of the model on a device of its own, while others train; 0 is the
     trainer's own process, which samples the very module that it trains."""
+    engine: str | None = None
+    """What samples, by name (embedded, process, vllm, or one that an installed package registers) or as
+    "file.py:Class" (docs/engine.md). Left out: vllm with servers, process with engines, else embedded."""
     servers: tuple[str, ...] = ()
     """Addresses of vLLM servers that sample instead, such as ["http://127.0.0.1:8000"] (ludus serve vllm)."""
     weights: Place | None = None
@@ -60,8 +63,13 @@ class ClusterConfig(Config):
                 )
         if len(set(self.servers)) < len(self.servers):
             raise ValueError("cluster.servers names a server twice")
-        if self.weights is not None and not self.servers:
+        if self.weights is not None and not (self.servers or self.engine):
             raise ValueError("cluster.weights is for cluster.servers, and there are none")
+        if self.engine is not None and self.is_on_ray and self.engines:
+            raise ValueError(
+                f"cluster.engine = {self.engine!r} is made on this machine, and cluster.engines = "
+                f"{self.engines} are placed by Ray: leave out one of them"
+            )
         return self
 
     @model_validator(mode="after")

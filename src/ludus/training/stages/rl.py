@@ -146,7 +146,7 @@ class RLStage(Stage[RLConfig]):
         metrics = self._measured(metrics, played, (ready - started, ended - ready))
         metrics |= {f"curriculum/{name}": value for name, value in values.items()}
         metrics["policy_version"] = self.context.engine.policy_version
-        metrics |= self.context.engine_metrics()
+        metrics |= self.context.engine.metrics()
         self._curriculum.observe(metrics)
         notes = [{"set": self.context.task_sets[one].name, "curriculum": values} for one in played.sets]
         return StepResult(metrics, played.groups if recording is None else (), notes=notes)
@@ -185,7 +185,7 @@ class RLStage(Stage[RLConfig]):
             "wait_seconds": batch.waited,
             "paused_seconds": time.perf_counter() - ready,
             "policy_version": version,
-            **self.context.engine_metrics(),
+            **self.context.engine.metrics(),
         }
         self._updated = ended
         self._curriculum.observe(metrics)
