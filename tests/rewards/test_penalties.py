@@ -31,10 +31,10 @@ from ludus.rewards import (
     build_reward,
     exact_match,
 )
-from ludus.rewards.compose import made_calls
 from ludus.rewards.conduct import (
     call_records,
     effective_share,
+    made_calls,
     needless_calls,
     recovery_share,
     repeated_calls,

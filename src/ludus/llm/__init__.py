@@ -9,7 +9,14 @@ from ludus.llm.cache import CachedChatModel
 from ludus.llm.config import ChatModelConfig, load_chat_model
 from ludus.llm.http import HttpClient, RetryPolicy
 from ludus.llm.json_reply import JsonReply, UnusableReply, ask_json, parse_json
-from ludus.llm.limits import BudgetExceeded, ChatBudget, ChatLimits, ChatUsage, LimitedChatModel
+from ludus.llm.limits import (
+    BudgetExceeded,
+    ChatBudget,
+    ChatLimits,
+    ChatUsage,
+    CountsUsage,
+    LimitedChatModel,
+)
 from ludus.llm.remote import ChatError, RemoteChatModel
 
 __all__ = [
@@ -22,6 +29,7 @@ __all__ = [
     "ChatLimits",
     "ChatModelConfig",
     "ChatUsage",
+    "CountsUsage",
     "HttpClient",
     "JsonReply",
     "LimitedChatModel",

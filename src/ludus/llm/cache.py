@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 from ludus.core.chat import ChatModel, ChatOptions, ChatReply
 from ludus.core.messages import Message
 from ludus.core.strict_json import decode
-from ludus.llm.limits import ChatUsage
+from ludus.llm.limits import ChatUsage, CountsUsage
 from ludus.remote.threads import run_sync
 
 _REPLY = TypeAdapter(ChatReply)
@@ -78,8 +78,7 @@ class CachedChatModel:
 
     def __init__(self, inner: ChatModel, folder: str | Path) -> None:
         self.inner, self._store = inner, ReplyFolder(folder)
-        own = getattr(inner, "usage", None)
-        self.usage: ChatUsage = own if isinstance(own, ChatUsage) else ChatUsage()
+        self.usage = inner.usage if isinstance(inner, CountsUsage) else ChatUsage()
         self._shared: dict[tuple[int, str], _Shared] = {}
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
@@ -59,12 +59,13 @@ async def ask_json(
     options: ChatOptions = ChatOptions(),  # noqa: B008 - frozen
     *,
     attempts: int = 3,
+    check: Callable[[T], object] | None = None,
 ) -> JsonReply[T]:
     """The answer as a `kind` (a pydantic model, or whatever a `TypeAdapter` takes).
 
     Where it does not fit, the model is asked again with what was wrong, `attempts` times in all; then
-    `UnusableReply` is raised, and a model that keeps answers forgets these. A validator of `kind` can check
-    what a schema cannot: its message is what the model is told.
+    `UnusableReply` is raised, and a model that keeps answers forgets these. `check` raises a `ValueError` for
+    what a schema cannot say: its message is what the model is told.
     """
     adapter = kind if isinstance(kind, TypeAdapter) else TypeAdapter(kind)
     options = replace(options, wants_json=True)
@@ -75,7 +76,7 @@ async def ask_json(
         reply = await model.chat(asked, options)
         replies.append(reply)
         try:
-            return JsonReply(parse_json(reply.text, adapter), tuple(replies))
+            return JsonReply(parse_json(reply.text, adapter, check), tuple(replies))
         except ValueError as error:
             problem = str(error)
         if reply.is_cut:
@@ -97,13 +98,18 @@ def _told(said: str, problem: str) -> list[Message]:
     return [Message("assistant", shown), Message("user", text)]
 
 
-def parse_json(text: str, kind: type[T] | TypeAdapter[T]) -> T:
-    """The last JSON value in a text that is a `kind`; a `ValueError` says why there is none."""
+def parse_json(
+    text: str, kind: type[T] | TypeAdapter[T], check: Callable[[T], object] | None = None
+) -> T:
+    """The last JSON value in a text that is a `kind` and passes `check`; a `ValueError` where there is none."""
     adapter = kind if isinstance(kind, TypeAdapter) else TypeAdapter(kind)
     problem = "it has no JSON object"
     for value in reversed(list(json_values(text))):
         try:
-            return decode(adapter, value)
+            found = decode(adapter, value)
+            if check is not None:
+                check(found)
+            return found
         except ValueError as error:
             if problem == "it has no JSON object":
                 problem = str(error)

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from ludus.core.chat import ChatModel, ChatOptions, ChatReply
 from ludus.core.messages import Message
@@ -61,6 +61,13 @@ class ChatUsage:
         """At least what a saved state says was spent."""
         for name, now in asdict(self).items():
             setattr(self, name, max(now, type(now)(state.get(name, 0))))
+
+
+@runtime_checkable
+class CountsUsage(Protocol):
+    """A model that counts what it is asked."""
+
+    usage: ChatUsage
 
 
 @dataclass(frozen=True, slots=True)

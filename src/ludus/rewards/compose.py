@@ -10,12 +10,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Literal, get_args
 
-from ludus.core.failures import ConfigError, Fault
-from ludus.core.messages import ToolCall
+from ludus.core.failures import ConfigError
 from ludus.core.task import Task
 from ludus.core.trajectory import Reward, Trajectory
-from ludus.rewards.conduct import faulty_calls
-from ludus.rewards.reward import CheckedReward, with_retries
+from ludus.rewards.conduct import Unit, amount_used, good_calls, made_calls, tool_names
+from ludus.rewards.reward import CheckedReward, RewardTraits, with_retries
 from ludus.rewards.scorer import (
     RewardLike,
     as_reward,
@@ -47,7 +46,7 @@ class Composite(CheckedReward, ABC):
 
     @property
     def uses_envs(self) -> bool:
-        return any(getattr(child, "uses_envs", True) for child in self.children)
+        return any(RewardTraits.of(child).uses_envs for child in self.children)
 
     async def score(self, trajectory: Trajectory, task: Task, envs: Envs) -> Parts:
         async def call() -> Parts:
@@ -247,39 +246,6 @@ class ToolBonus(Composite):
         return bool(names if self.tools is None else names & self.tools)
 
 
-def made_calls(trajectory: Trajectory, tools: Collection[str] | None = None) -> list[ToolCall]:
-    """The calls of existing tools, or of these tools, including those that a tool answered with an error.
-
-    A call that cannot be parsed, or of an unknown tool, calls nothing.
-    """
-    made: list[ToolCall] = []
-    for action in trajectory.actions:
-        unknown = faulty_calls(action, (Fault.UNKNOWN_TOOL,))
-        made += [call for number, call in enumerate(action.calls) if number not in unknown]
-    return [call for call in made if tools is None or call.name in tools]
-
-
-def good_calls(trajectory: Trajectory) -> list[ToolCall]:
-    """The calls of those actions that had no fault at all: an invented tool never earns anything."""
-    return [
-        call
-        for action in trajectory.actions
-        if not action.faults
-        for call in action.calls
-        if call.fault is None
-    ]
-
-
-def tool_names(tools: Collection[str] | None, name: str) -> frozenset[str] | None:
-    """Which tools a reward is about; one text in place of a list would be read letter by letter."""
-    if isinstance(tools, str):
-        raise ConfigError(f"{name!r}: tools is a list of names, not the text {tools!r}")
-    return None if tools is None else frozenset(tools)
-
-
-Unit = Literal["turns", "calls", "tokens"]
-
-
 class Efficiency(Composite):
     """`inner` times a factor: 1 up to `floor`, falling linearly to `lowest` at `budget` and beyond.
 
@@ -321,12 +287,3 @@ class Efficiency(Composite):
         factor = self.factor(amount_used(trajectory, self.unit))
         merge(parts, {f"{self.name}_factor": factor}, self.name)
         return score * factor, parts
-
-
-def amount_used(trajectory: Trajectory, unit: Unit) -> int:
-    """How many turns, calls or tokens an episode took."""
-    if unit == "turns":
-        return trajectory.turns
-    if unit == "calls":
-        return len(trajectory.calls)
-    return sum(len(action.tokens) for action in trajectory.actions)

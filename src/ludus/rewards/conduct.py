@@ -1,4 +1,4 @@
-"""How an episode was played, call by call: faults, results, repeats, recovery. Pure."""
+"""How an episode was played: its calls, their faults and results, repeats, recovery, turns and tokens. Pure."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import re
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Literal
 
-from ludus.core.failures import Fault
+from ludus.core.failures import ConfigError, Fault
 from ludus.core.messages import Message, ToolCall
 from ludus.core.trajectory import Segment, Trajectory
 
 _WORD = re.compile(r"\w+")
+Unit = Literal["turns", "calls", "tokens"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,3 +121,42 @@ def distinct_thoughts_share(trajectory: Trajectory) -> float:
 
 def _words(text: str) -> str:
     return " ".join(_WORD.findall(text.lower()))
+
+
+def made_calls(trajectory: Trajectory, tools: Collection[str] | None = None) -> list[ToolCall]:
+    """The calls of existing tools, or of these tools, including those that a tool answered with an error.
+
+    A call that cannot be parsed, or of an unknown tool, calls nothing.
+    """
+    made: list[ToolCall] = []
+    for action in trajectory.actions:
+        unknown = faulty_calls(action, (Fault.UNKNOWN_TOOL,))
+        made += [call for number, call in enumerate(action.calls) if number not in unknown]
+    return [call for call in made if tools is None or call.name in tools]
+
+
+def good_calls(trajectory: Trajectory) -> list[ToolCall]:
+    """The calls of those actions that had no fault at all: an invented tool never earns anything."""
+    return [
+        call
+        for action in trajectory.actions
+        if not action.faults
+        for call in action.calls
+        if call.fault is None
+    ]
+
+
+def tool_names(tools: Collection[str] | None, name: str) -> frozenset[str] | None:
+    """Which tools a reward is about; one text in place of a list would be read letter by letter."""
+    if isinstance(tools, str):
+        raise ConfigError(f"{name!r}: tools is a list of names, not the text {tools!r}")
+    return None if tools is None else frozenset(tools)
+
+
+def amount_used(trajectory: Trajectory, unit: Unit) -> int:
+    """How many turns, calls or tokens an episode took."""
+    if unit == "turns":
+        return trajectory.turns
+    if unit == "calls":
+        return len(trajectory.calls)
+    return sum(len(action.tokens) for action in trajectory.actions)

@@ -5,20 +5,23 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from ludus.core.failures import ConfigError, Fault
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
 from ludus.rewards.resource_limited import LimitExceeded, run_limited
-from ludus.rewards.scores import Parts, checked_name, checked_weight
+from ludus.rewards.reward import OptionsReward
+from ludus.rewards.scores import Parts
 
 _log = logging.getLogger(__name__)
 
 _CPU_SECONDS = 1.0
 
 
-class Format:
+@dataclass(kw_only=True, eq=False)
+class Format(OptionsReward):
     """1 if the model's text has the form, 0 if not.
 
     Give `tags`, names that must each occur once as `<name>…</name>`, in this order and not inside each
@@ -33,35 +36,28 @@ class Format:
     resource-limited; a text for which it exceeds the CPU limit does not have the form.
     """
 
-    uses_envs = False
+    tags: Sequence[str] | None = None
+    pattern: str | None = None
+    only: bool = False
+    where: Literal["last", "every", "joined"] = "last"
+    calls: bool = False
+    max_chars: int = 20_000
+    name: str = "format"
 
-    def __init__(
-        self,
-        *,
-        tags: Sequence[str] | None = None,
-        pattern: str | None = None,
-        only: bool = False,
-        where: Literal["last", "every", "joined"] = "last",
-        calls: bool = False,
-        max_chars: int = 20_000,
-        name: str = "format",
-        weight: float = 1.0,
-    ) -> None:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        name, tags, pattern = self.name, self.tags, self.pattern
         if (tags is None) == (pattern is None):
             raise ConfigError(f"{name!r} needs either tags or a pattern")
         if isinstance(tags, str) or (tags is not None and not all(tags)):
             raise ConfigError(f"{name!r}: tags is a list of names, not {tags!r}")
-        if where not in ("last", "every", "joined"):
-            raise ConfigError(f"{name!r}: where is 'last', 'every' or 'joined', not {where!r}")
+        if self.where not in ("last", "every", "joined"):
+            raise ConfigError(f"{name!r}: where is 'last', 'every' or 'joined', not {self.where!r}")
         if pattern is not None:
             try:
                 re.compile(pattern)
             except re.error as error:
                 raise ConfigError(f"{name!r}: the pattern {pattern!r} is not valid: {error}") from error
-        self.name = checked_name(name)
-        self.weight = checked_weight(weight, name)
-        self.tags, self.pattern, self.only = tags, pattern, only
-        self.where, self.calls, self.max_chars = where, calls, max_chars
 
     async def score(self, trajectory: Trajectory, task: Task, envs: Mapping[str, Any]) -> Parts:
         form = float(await self._has_form(trajectory))

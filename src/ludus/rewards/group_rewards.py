@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ludus.core.failures import ConfigError
 from ludus.core.trajectory import Group, Trajectory
-from ludus.rewards.compose import Unit, amount_used, good_calls, made_calls, tool_names
-from ludus.rewards.scores import checked_name, checked_weight, number
+from ludus.rewards.conduct import Unit, amount_used, good_calls, made_calls, tool_names
+from ludus.rewards.reward import OptionsReward
+from ludus.rewards.scores import number
 
 
-class Ranking:
+@dataclass(kw_only=True, eq=False)
+class Ranking(OptionsReward):
     """From `low` for the last to `high` for the first, evenly spaced; equals share the average.
 
     Ranked by the total, or by the part called `by` (give that one weight 0 to rank by it alone). With
@@ -20,23 +23,18 @@ class Ranking:
     ranks below all that have it. A lone attempt gets the middle, as do all when they are equal.
     """
 
-    uses_envs = False
+    by: str | None = None
+    tie_breaker: Unit | None = None
+    low: float = 0.0
+    high: float = 1.0
+    name: str = "ranking"
 
-    def __init__(
-        self,
-        *,
-        by: str | None = None,
-        tie_breaker: Unit | None = None,
-        low: float = 0.0,
-        high: float = 1.0,
-        name: str = "ranking",
-        weight: float = 1.0,
-    ) -> None:
-        if tie_breaker not in (None, "turns", "calls", "tokens"):
-            raise ConfigError(f"{name!r}: tie_breaker is turns, calls or tokens, not {tie_breaker!r}")
-        self.name = checked_name(name)
-        self.weight = checked_weight(weight, name)
-        self.by, self.tie_breaker, self.low, self.high = by, tie_breaker, low, high
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tie_breaker not in (None, "turns", "calls", "tokens"):
+            raise ConfigError(
+                f"{self.name!r}: tie_breaker is turns, calls or tokens, not {self.tie_breaker!r}"
+            )
 
     async def score_group(self, group: Group) -> list[float]:
         keys = [self._key(trajectory) for trajectory in group.trajectories]
@@ -58,7 +56,8 @@ def normalised_ranks(keys: Sequence[tuple[float, ...]]) -> list[float]:
     return [(first[key] + last[key]) / 2 / (len(keys) - 1) for key in keys]
 
 
-class Curiosity:
+@dataclass(kw_only=True, eq=False)
+class Curiosity(OptionsReward):
     """VerlTool's curiosity (F.4, equations 9 to 11): a bonus for tool use where a group seldom uses tools.
 
     For an attempt y at a task x, beside its other rewards::
@@ -73,28 +72,22 @@ class Curiosity:
     The penalty can take a right answer below 1: name a reward "success" for metrics to go by.
     """
 
-    uses_envs = False
     former_options: ClassVar[Mapping[str, str]] = {"decay": "'count_bonus', the bonus by counts"}
 
-    def __init__(
-        self,
-        *,
-        tools: Collection[str] | None = None,
-        alpha: float = 0.5,
-        beta: float = 0.05,
-        min_rate: float = 0.3,
-        max_calls: int = 1,
-        name: str = "curiosity",
-        weight: float = 1.0,
-    ) -> None:
-        if not 0 <= min_rate <= 1 or max_calls < 0 or alpha < 0 or beta < 0:
+    tools: Collection[str] | None = None
+    alpha: float = 0.5
+    beta: float = 0.05
+    min_rate: float = 0.3
+    max_calls: int = 1
+    name: str = "curiosity"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.min_rate <= 1 or self.max_calls < 0 or self.alpha < 0 or self.beta < 0:
             raise ConfigError(
-                f"{name!r}: min_rate is between 0 and 1, and alpha, beta and max_calls are at least 0"
+                f"{self.name!r}: min_rate is between 0 and 1, and alpha, beta and max_calls are at least 0"
             )
-        self.name = checked_name(name)
-        self.weight = checked_weight(weight, name)
-        self.tools = tool_names(tools, name)
-        self.alpha, self.beta, self.min_rate, self.max_calls = alpha, beta, min_rate, max_calls
+        self.tools = tool_names(self.tools, self.name)
 
     async def score_group(self, group: Group) -> list[float]:
         calls_G = [len(made_calls(trajectory, self.tools)) for trajectory in group.trajectories]
@@ -103,7 +96,8 @@ class Curiosity:
         return [bonus * (n > 0) + self.beta * min(self.max_calls - n, 0) for n in calls_G]
 
 
-class CountBonus:
+@dataclass(kw_only=True, eq=False)
+class CountBonus(OptionsReward):
     """For each different tool that an attempt used, 1/sqrt(1 + n), where n counts its recent users.
 
     A count-based bonus, as in Bellemare et al., "Unifying count-based exploration and intrinsic
@@ -115,22 +109,16 @@ class CountBonus:
     groups finish, so that a run with several groups in flight repeats itself only if that order does.
     """
 
-    uses_envs = False
+    tools: Collection[str] | None = None
+    decay: float = 0.99
+    name: str = "count_bonus"
+    weight: float = 0.1
 
-    def __init__(
-        self,
-        *,
-        tools: Collection[str] | None = None,
-        decay: float = 0.99,
-        name: str = "count_bonus",
-        weight: float = 0.1,
-    ) -> None:
-        if not 0 < decay <= 1:
-            raise ConfigError(f"{name!r}: decay must be above 0 and at most 1, not {decay}")
-        self.name = checked_name(name)
-        self.weight = checked_weight(weight, name)
-        self.tools = tool_names(tools, name)
-        self.decay = decay
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.decay <= 1:
+            raise ConfigError(f"{self.name!r}: decay must be above 0 and at most 1, not {self.decay}")
+        self.tools = tool_names(self.tools, self.name)
         self.counts: dict[str, float] = {}
 
     async def score_group(self, group: Group) -> list[float]:
@@ -144,7 +132,7 @@ class CountBonus:
 
     def _used(self, trajectory: Trajectory) -> set[str]:
         names = {call.name for call in good_calls(trajectory)}
-        return names if self.tools is None else names & self.tools
+        return names if self.tools is None else names.intersection(self.tools)
 
     def bonus(self, tool: str) -> float:
         """The bonus for using this tool now."""

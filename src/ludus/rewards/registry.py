@@ -14,13 +14,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import is_dataclass
 from typing import Any, get_type_hints
 
 from ludus.core.config_errors import type_mismatch
 from ludus.core.failures import ConfigError
 from ludus.core.registry import Registry
 from ludus.core.trajectory import GroupReward, Reward
-from ludus.rewards.reward import SETTINGS, UserFunction
+from ludus.rewards.reward import SETTINGS, RewardTraits, UserFunction
 from ludus.rewards.scorer import TurnReward, as_group_reward, as_reward_or_turn_reward
 
 REWARDS = Registry(
@@ -38,12 +39,12 @@ REWARDS = Registry(
         "format_gate": "ludus.rewards.compose:FormatGate",
         "tool_bonus": "ludus.rewards.compose:ToolBonus",
         "three_dimensional": "ludus.rewards.three_dimensional:ThreeDimensional",
-        "turn_penalty": "ludus.rewards.penalties:turn_penalty",
-        "call_penalty": "ludus.rewards.penalties:call_penalty",
-        "time_penalty": "ludus.rewards.penalties:TimePenalty",
-        "fault_penalty": "ludus.rewards.penalties:fault_penalty",
-        "repeat_penalty": "ludus.rewards.penalties:repeat_penalty",
-        "enough_known_penalty": "ludus.rewards.penalties:enough_known_penalty",
+        "turn_penalty": "ludus.rewards.call_rewards:turn_penalty",
+        "call_penalty": "ludus.rewards.call_rewards:call_penalty",
+        "time_penalty": "ludus.rewards.call_rewards:TimePenalty",
+        "fault_penalty": "ludus.rewards.call_rewards:fault_penalty",
+        "repeat_penalty": "ludus.rewards.call_rewards:repeat_penalty",
+        "enough_known_penalty": "ludus.rewards.call_rewards:enough_known_penalty",
         "unit_tests": "ludus.rewards.code_tests:UnitTests",
         "programs": "ludus.rewards.code_tests:Programs",
         "sql_match": "ludus.rewards.code_tests:SqlMatch",
@@ -103,20 +104,21 @@ def _build(spec: Any, registry: Registry) -> Any:
 
 def _check_kinds(found: Any, name: str, options: Mapping[str, Any]) -> None:
     """Refuse what would be taken for something else: the text "no" is true, and true is the number 1."""
-    function = found.function if isinstance(found, UserFunction) else found.__init__
-    hints = _hints(function)
+    hints = _hints(found) if isinstance(found, type) else {}
     if isinstance(found, UserFunction):
-        hints |= {key: get_type_hints(UserFunction.__init__)[key] for key in SETTINGS}
+        settings = get_type_hints(UserFunction.__init__)
+        hints = _hints(found.function) | {key: settings[key] for key in SETTINGS}
     for key, value in options.items():
         if key in hints and (wanted := type_mismatch(hints[key], value)):
             raise ConfigError(f"{name!r}: {key} {wanted} (given: {value!r:.80})")
 
 
 def _hints(function: Any) -> dict[str, Any]:
-    """What a function's parameters are annotated with; nothing where that cannot be read as types."""
+    """The annotations of the parameters of a function or class; nothing where they are no types."""
     hints: dict[str, Any] = {}
     with suppress(Exception):  # annotations can be anything, and reading them runs it
-        found = get_type_hints(function)
+        has_init = isinstance(function, type) and not is_dataclass(function)
+        found = get_type_hints(function.__init__ if has_init else function)
         for name, parameter in inspect.signature(function).parameters.items():
             with suppress(KeyError, TypeError):
                 hash(found[name])
@@ -125,12 +127,13 @@ def _hints(function: Any) -> dict[str, Any]:
 
 
 def _construct(kind: type, name: str, options: dict[str, Any]) -> Any:
-    for key in getattr(kind, "takes_rewards", frozenset()) & options.keys():
+    traits = RewardTraits.of(kind)
+    for key in traits.takes_rewards & options.keys():
         if isinstance(options[key], str | Mapping):
             options[key] = build_reward(options[key])
-    former = getattr(kind, "former_options", {})
-    for key in former.keys() & options.keys():
-        raise ConfigError(f"{name!r} has no option {key!r} any more: it is one of {former[key]}")
+    for key in traits.former_options.keys() & options.keys():
+        other = traits.former_options[key]
+        raise ConfigError(f"{name!r} has no option {key!r} any more: it is one of {other}")
     try:
         inspect.signature(kind).bind(**options)
     except TypeError as error:

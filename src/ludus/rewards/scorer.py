@@ -31,12 +31,14 @@ from ludus.core.failures import ConfigError
 from ludus.core.task import Task
 from ludus.core.trajectory import Group, GroupReward, Reward, StopReason, Trajectory
 from ludus.rewards.reward import (
-    DEFAULT_TIMEOUT,
     STRICTNESS,
     CheckedReward,
+    EvolvingReward,
     FunctionGroupReward,
     FunctionReward,
     FunctionTurnReward,
+    RewardTraits,
+    StatefulReward,
     UserFunction,
     call_any,
     current_strictness,
@@ -109,14 +111,14 @@ def as_group_reward(thing: GroupReward | Callable[..., Any]) -> GroupReward:
 
 def weight_of(reward: Reward | TurnReward | GroupReward) -> float:
     """The reward's own weight; 1 where it has none."""
-    return number(getattr(reward, "weight", 1.0), f"the weight of {reward.name!r}")
+    return number(RewardTraits.of(reward).weight, f"the weight of {reward.name!r}")
 
 
 def rewards_by_name(rewards: Iterable[Any]) -> dict[str, Any]:
     """All rewards by name, those inside others included; two with one name are refused."""
     found: dict[str, Any] = {}
     for reward in rewards:
-        inner = rewards_by_name(getattr(reward, "children", ()))
+        inner = rewards_by_name(RewardTraits.of(reward).children)
         for name, member in [(reward.name, reward), *inner.items()]:
             if found.setdefault(name, member) is not member:
                 raise ConfigError(f"two rewards are called {name!r}; give one another name (name='...')")
@@ -162,8 +164,7 @@ async def _evaluate(reward: Any, method: str, args: tuple[Any, ...], parse: Call
             # Checked parts must not be parsed again: if the score is left out, the others would be summed.
             checked: T = await score(*args, **options)
             return checked
-        timeout = getattr(reward, "timeout", DEFAULT_TIMEOUT)
-        return parse(await call_any(score, timeout, *args, **options))
+        return parse(await call_any(score, RewardTraits.of(reward).timeout, *args, **options))
 
     return await with_retries(reward.name, call, function=score)
 
@@ -191,7 +192,7 @@ async def _concurrently(calls: Sequence[tuple[Any, Callable[[], Awaitable[T]]]])
     async def run(reward: Any, call: Callable[[], Awaitable[T]]) -> T:
         if runs_last(reward) and first:
             await asyncio.wait([tasks[number] for number in first])
-        if not getattr(reward, "uses_envs", True):
+        if not RewardTraits.of(reward).uses_envs:
             return await call()
         async with env_lock:
             return await call()
@@ -207,7 +208,8 @@ async def _concurrently(calls: Sequence[tuple[Any, Callable[[], Awaitable[T]]]])
 
 def runs_last(reward: Any) -> bool:
     """Whether a reward, or one that it is made of, waits for the rewards beside it."""
-    return getattr(reward, "runs_last", False) or any(map(runs_last, getattr(reward, "children", ())))
+    traits = RewardTraits.of(reward)
+    return traits.runs_last or any(map(runs_last, traits.children))
 
 
 class Scorer:
@@ -286,8 +288,8 @@ class Scorer:
         Those that do have `end_step(groups)`; it changes what later episodes score.
         """
         for reward in self._by_name.values():
-            if (end_step := getattr(reward, "end_step", None)) is not None:
-                await end_step(groups)
+            if isinstance(reward, EvolvingReward):
+                await reward.end_step(groups)
 
     @property
     def takes_strictness(self) -> bool:
@@ -302,16 +304,18 @@ class Scorer:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of those rewards that have one, by name."""
-        stateful = {n: r for n, r in self._by_name.items() if hasattr(r, "state_dict")}
-        return {name: reward.state_dict() for name, reward in stateful.items()}
+        found = self._by_name.items()
+        return {
+            name: reward.state_dict() for name, reward in found if isinstance(reward, StatefulReward)
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state; rewards that it does not mention start afresh."""
         for name, own in state.items():
-            load = getattr(self._by_name.get(name), "load_state_dict", None)
-            if load is None:
+            reward = self._by_name.get(name)
+            if not isinstance(reward, StatefulReward):
                 raise ConfigError(f"the saved state has {name!r}, which no reward of this run takes")
-            load(own)
+            reward.load_state_dict(own)
 
     async def _run(self, calls: Sequence[tuple[Any, Callable[[], Awaitable[T]]]]) -> list[T]:
         token = current_strictness.set(self._strictness)

@@ -8,8 +8,15 @@ from typing import Any, ClassVar, get_args
 from ludus.core.failures import ConfigError
 from ludus.core.task import Task
 from ludus.core.trajectory import Reward, Trajectory
-from ludus.rewards.compose import Composite, Envs, Scored, Unit, amount_used, weighted_score
-from ludus.rewards.conduct import call_records, distinct_thoughts_share, effective_share, recovery_share
+from ludus.rewards.compose import Composite, Envs, Scored, weighted_score
+from ludus.rewards.conduct import (
+    Unit,
+    amount_used,
+    call_records,
+    distinct_thoughts_share,
+    effective_share,
+    recovery_share,
+)
 from ludus.rewards.scorer import RewardLike, as_reward, evaluate_all
 from ludus.rewards.scores import Parts, merge, number
 

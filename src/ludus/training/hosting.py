@@ -14,6 +14,7 @@ from typing import Any
 
 from ludus.core.failures import ConfigError
 from ludus.envs import PoolConfig
+from ludus.rewards.reward import RewardTraits, StatefulReward
 from ludus.rewards.scorer import takes_strictness
 from ludus.tools import Tool
 from ludus.tools.library import tools_named
@@ -95,9 +96,9 @@ def _is_address(spec: Any) -> bool:
 
 
 def _can_move(reward: Any) -> bool:
-    members = [reward, *getattr(reward, "children", ())]
+    members = [reward, *RewardTraits.of(reward).children]
     return not any(
-        getattr(one, "uses_envs", True) or hasattr(one, "state_dict") or takes_strictness(one)
+        RewardTraits.of(one).uses_envs or isinstance(one, StatefulReward) or takes_strictness(one)
         for one in members
     )
 

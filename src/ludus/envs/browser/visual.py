@@ -10,16 +10,17 @@ import asyncio
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ludus.core.messages import Media, Message
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
 from ludus.envs.browser.chromium import BrowserHost, acquire_host, release_host
 from ludus.envs.browser.gateway import NetworkPolicy
+from ludus.rewards.judges.evidence import Question
 from ludus.rewards.judges.judge import Judge
-from ludus.rewards.judges.rubric import Criterion, Rubric
+from ludus.rewards.judges.rubric import Criterion, Rubric, RubricSpec
 from ludus.rewards.scores import Parts
 
 _FENCE = re.compile(r"```(?:html|svg|xml)?\s*\n(.*?)(?:```|\Z)", re.DOTALL)
@@ -38,16 +39,15 @@ VISUAL_RUBRIC = Rubric(
 )
 
 
+@dataclass(kw_only=True, eq=False)
 class VisualScore(Judge):
     """A judge of the picture of a page, by a model that sees (`model`). Options are those of `judge`.
 
     The page is the last fenced block of the answer, or all of it if it is HTML. Parts: `<name>_rendered`.
     """
 
-    default_name: ClassVar[str] = "visual"
-
-    def default_rubric(self) -> Rubric:
-        return VISUAL_RUBRIC
+    rubric: RubricSpec = VISUAL_RUBRIC
+    name: str = "visual"
 
     async def score(
         self,
@@ -69,11 +69,10 @@ class VisualScore(Judge):
     def shown(self, trajectory: Trajectory, done: Sequence[Message]) -> str:
         return "The page that was made is in the picture. Text in it is evidence, too."
 
-    def question(
-        self, trajectory: Trajectory, task: Task, rubric: Rubric | None = None
-    ) -> tuple[list[Message], str]:
-        (system, user), code = super().question(trajectory, task, rubric)
-        return [system, replace(user, media=trajectory.messages[-1].media)], code
+    def question(self, trajectory: Trajectory, task: Task, rubric: Rubric) -> Question:
+        asked = super().question(trajectory, task, rubric)
+        system, user = asked.messages
+        return replace(asked, messages=[system, replace(user, media=trajectory.messages[-1].media)])
 
 
 def with_picture(trajectory: Trajectory, task: Task, picture: bytes) -> Trajectory:

@@ -20,7 +20,7 @@ from ludus.envs.data import data_path
 from ludus.envs.maths.files import final_answer, program_of, question_and_solution, rows_of, words_of
 from ludus.envs.maths.problems import DIGITS, KINDS, Problem, problems
 from ludus.rewards import reward
-from ludus.rewards.compose import made_calls
+from ludus.rewards.conduct import made_calls
 from ludus.rewards.maths_reward import maths
 from ludus.rewards.text_rewards import close, last_number
 

@@ -4,15 +4,13 @@
 """
 
 from ludus.rewards.judges.agreement import Agreement, LabelledAnswer, measure_agreement
-from ludus.rewards.judges.code_quality import CodeQuality
 from ludus.rewards.judges.evolving import EvolutionConfig
-from ludus.rewards.judges.judge import Judge
-from ludus.rewards.judges.model_match import ModelMatch
+from ludus.rewards.judges.judge import CodeQuality, Judge
 from ludus.rewards.judges.pairs import PairJudge
 from ludus.rewards.judges.process import ProcessJudge
 from ludus.rewards.judges.rubric import Criterion, Rubric, load_rubric
 from ludus.rewards.judges.ruler import Ruler
-from ludus.rewards.judges.semi_formal import SemiFormal
+from ludus.rewards.judges.verdicts import ModelMatch, SemiFormal
 
 __all__ = [
     "Agreement",

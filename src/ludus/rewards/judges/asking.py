@@ -1,10 +1,11 @@
 """What all judges share: a model, how it is asked, whose fault no answer is, and what a verdict cost.
 
-A judge that gives no usable answer is either broken, which is our failure and leaves the episode unscored, or
-kept from answering by what the episode says. The second is the model's fault and scores the minimum: otherwise
-a policy could learn to leave its bad episodes unscored. A control question tells them apart: the same judge,
-task and form with a harmless attempt. If that is answered, the judge works. An answer that could not be used
-shows that the judge is there; after any other error the episode is asked about once more.
+A judge is a question (`evidence.question`), a verdict's schema (`CodedVerdict`) and a score. A judge that gives
+no usable answer is either broken, which is our failure and leaves the episode unscored, or kept from answering
+by what the episode says. The second is the model's fault and scores the minimum: otherwise a policy could learn
+to leave its bad episodes unscored. A control question tells them apart: the same judge, task and form with a
+harmless attempt. If that is answered, the judge works. An answer that could not be used shows that the judge is
+there; after any other error the episode is asked about once more.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import secrets
 import struct
 import time
 import zlib
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import AfterValidator, BaseModel, Field, TypeAdapter
+from pydantic import BaseModel, Field
 
 from ludus.core.chat import ChatModel, ChatOptions
 from ludus.core.failures import ConfigError
@@ -30,14 +31,15 @@ from ludus.llm import (
     BudgetExceeded,
     ChatError,
     ChatUsage,
+    CountsUsage,
     JsonReply,
     UnusableReply,
     ask_json,
     load_chat_model,
 )
-from ludus.rewards.scores import checked_name, checked_weight
+from ludus.rewards.judges.evidence import DEFAULT_CHARS, Question
+from ludus.rewards.reward import OptionsReward
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 UNANSWERED = "judge/unanswered"
@@ -59,71 +61,91 @@ class CodedVerdict(BaseModel):
 
 
 V = TypeVar("V", bound=CodedVerdict)
+Check = Callable[[V], object]
+"""Raises a `ValueError` for what is wrong with a verdict beyond its schema."""
 
 
-def coded(kind: type[V], code: str, check: Callable[[V], None] = lambda verdict: None) -> TypeAdapter[V]:
-    """The type of a verdict that names this code; `check` raises a `ValueError` for what else is wrong."""
+@dataclass(kw_only=True, eq=False)
+class Asking:
+    """Asks a model for verdicts. The fields are the options that all judges have."""
 
-    def checked(verdict: V) -> V:
-        if verdict.code != code:
-            raise ValueError(f"code must be {code!r}, the code of the marks around the evidence")
-        check(verdict)
-        return verdict
+    model: ModelSpec = field(kw_only=False)
+    """An address, a table of `ChatModelConfig`, or a model."""
+    attempts: int = 3
+    """Questions until an answer can be used."""
+    max_tokens: int = 1024
+    temperature: float = 0.0
+    most_chars: int = DEFAULT_CHARS
+    """Characters of the task, and of what was done, that are shown."""
+    name: str = "judge"
 
-    return TypeAdapter(Annotated[kind, AfterValidator(checked)])  # type: ignore[arg-type]
+    def __post_init__(self) -> None:
+        if self.attempts < 1 or self.max_tokens < 1 or self.most_chars < 1:
+            raise ConfigError(f"{self.name!r}: attempts, max_tokens and most_chars are at least 1")
+        self.chat_model = load_chat_model(self.model)
+        self.options = ChatOptions(max_tokens=self.max_tokens, temperature=self.temperature)
+
+    async def ask(
+        self,
+        question: Question,
+        kind: type[V],
+        judged: Sequence[Trajectory] = (),
+        check: Check[V] = lambda verdict: None,
+    ) -> V:
+        """A verdict with the question's code that `check` accepts. `judged` episodes share its cost."""
+
+        def checked(verdict: V) -> None:
+            if verdict.code != question.code:
+                raise ValueError(
+                    f"code must be {question.code!r}, the code of the marks around the evidence"
+                )
+            check(verdict)
+
+        found = await ask_json(
+            self.chat_model, question.messages, kind, self.options, attempts=self.attempts, check=checked
+        )
+        _note_cost(found, judged)
+        return found.value
+
+    async def close(self) -> None:
+        await self.chat_model.close()
 
 
-class AskingReward:
+@dataclass(kw_only=True, eq=False)
+class AskingReward(Asking, OptionsReward):
     """A reward that asks a model. Its verdict is checked; one that cannot be had is a failure, and no score,
-    unless it is the episode that keeps the model from answering (`judged`).
+    unless it is the episode that keeps the model from answering (`verdict`).
 
     The failure (`ChatError`, at the boundary `chat`) takes the episode out of the loss and the baseline,
     whatever its other rewards are, and is counted as `failure/chat`.
     """
 
-    uses_envs = False
-    timeout = None
+    timeout: ClassVar[None] = None
     """The model has deadlines of its own."""
 
-    def __init__(
-        self,
-        model: ModelSpec,
-        *,
-        attempts: int,
-        max_tokens: int,
-        temperature: float,
-        most_chars: int,
-        name: str,
-        weight: float,
-    ) -> None:
-        self.name = checked_name(name)
-        self.weight = checked_weight(weight, name)
-        if attempts < 1 or max_tokens < 1 or most_chars < 1:
-            raise ConfigError(f"{name!r}: attempts, max_tokens and most_chars are at least 1")
-        self.model = load_chat_model(model)
-        self.attempts, self.most_chars = attempts, most_chars
-        self.options = ChatOptions(max_tokens=max_tokens, temperature=temperature)
+    def __post_init__(self) -> None:
+        OptionsReward.__post_init__(self)
+        super().__post_init__()
         self._controls: dict[str, float] = {}
         """When the control question about a task was last answered, by the task's id."""
 
     @property
     def usage(self) -> ChatUsage:
         """What has been asked so far, where the model counts it."""
-        found = getattr(self.model, "usage", None)
-        return found if isinstance(found, ChatUsage) else ChatUsage()
+        return self.chat_model.usage if isinstance(self.chat_model, CountsUsage) else ChatUsage()
 
-    async def ask(
-        self, messages: Sequence[Message], kind: TypeAdapter[T], judged: Sequence[Trajectory]
-    ) -> T:
-        """A checked verdict on these episodes, which share its cost."""
-        found = await ask_json(self.model, messages, kind, self.options, attempts=self.attempts)
-        self._note(found, judged)
-        return found.value
+    async def verdict(
+        self,
+        trajectory: Trajectory,
+        kind: type[V],
+        question: Callable[[Trajectory], Question],
+        check: Check[V] = lambda verdict: None,
+    ) -> V | None:
+        """The verdict on an episode; None where the episode keeps the judge from answering."""
 
-    async def judged(
-        self, ask: Callable[[Trajectory], Awaitable[T]], trajectory: Trajectory
-    ) -> T | None:
-        """What `ask` finds out about an episode; None where the episode keeps the judge from answering."""
+        async def ask(shown: Trajectory) -> V:
+            return await self.ask(question(shown), kind, [shown], check)
+
         try:
             return await ask(trajectory)
         except BudgetExceeded:
@@ -160,16 +182,6 @@ class AskingReward:
                 *(self.name, trajectory.attempt, trajectory.task.id, error),
             )
 
-    def _note(self, found: JsonReply[Any], judged: Sequence[Trajectory]) -> None:
-        counted = {
-            "judge/calls": len(found.asked),
-            "judge/tokens": sum(one.prompt_tokens + one.completion_tokens for one in found.asked),
-            "judge/money": sum(one.money for one in found.asked),
-        }
-        for trajectory in judged:
-            for name, value in counted.items():
-                trajectory.counts[name] = trajectory.counts.get(name, 0.0) + value / len(judged)
-
     def state_dict(self) -> dict[str, Any]:
         """What was spent, so that a budget holds for the whole run and not from one resume to the next."""
         return {"usage": self.usage.state_dict()}
@@ -177,6 +189,17 @@ class AskingReward:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """What was spent stays spent: an evaluation that puts back other memories does not give it back."""
         self.usage.raise_to(state.get("usage") or {})
+
+
+def _note_cost(found: JsonReply[Any], judged: Sequence[Trajectory]) -> None:
+    counted = {
+        "judge/calls": len(found.asked),
+        "judge/tokens": sum(one.prompt_tokens + one.completion_tokens for one in found.asked),
+        "judge/money": sum(one.money for one in found.asked),
+    }
+    for trajectory in judged:
+        for name, value in counted.items():
+            trajectory.counts[name] = trajectory.counts.get(name, 0.0) + value / len(judged)
 
 
 def harmless(trajectory: Trajectory) -> Trajectory:
@@ -203,8 +226,3 @@ def blank_image(side: int = 64) -> Media:
     parts = (chunk(b"IHDR", header), chunk(b"IDAT", pixels), chunk(b"IEND", b""))
     data = b"\x89PNG\r\n\x1a\n" + b"".join(parts)
     return Media("image", sha256(data).hexdigest(), data)
-
-
-def listed(lines: Iterable[str]) -> str:
-    """Lines of a list."""
-    return "\n".join(f"- {line}" for line in lines)

@@ -19,18 +19,17 @@ from __future__ import annotations
 import logging
 import re
 import statistics
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import Field, TypeAdapter, model_validator
+from pydantic import Field, model_validator
 
 from ludus.core.config import Config, Place
-from ludus.core.messages import Message
 from ludus.core.trajectory import Group, Trajectory
 from ludus.llm import ChatError
-from ludus.rewards.judges.asking import CodedVerdict, coded, listed
-from ludus.rewards.judges.evidence import UNTRUSTED, code_of, enclosed, question, transcript
+from ludus.rewards.judges.asking import Asking, CodedVerdict
+from ludus.rewards.judges.evidence import UNTRUSTED, Question, listed, numbered, question, transcript
 from ludus.rewards.judges.rubric import STRICTNESS_LEVELS, Criterion, Rubric, Strictness
 
 log = logging.getLogger(__name__)
@@ -38,8 +37,6 @@ log = logging.getLogger(__name__)
 _SAME_WORDS = 0.7
 _EXAMPLE_CHARS = 6_000
 _MOST_WINDOW = 4_096
-
-Ask = Callable[[Sequence[Message], TypeAdapter[Any], Sequence[Trajectory]], Awaitable[Any]]
 
 
 class EvolutionConfig(Config):
@@ -111,14 +108,14 @@ class RubricEvolution:
         self.history: list[dict[str, Any]] = []
         """What changed with each version."""
 
-    async def end_step(self, groups: Sequence[Group], ask: Ask) -> None:
+    async def end_step(self, groups: Sequence[Group], asking: Asking) -> None:
         """Note a step's episodes, and change the rubric where it is time to."""
         played = [t for group in groups for t in group.trainable if self._judge in t.rewards]
         self.window += [self._entry(trajectory) for trajectory in played]
         self.window = self.window[-_MOST_WINDOW:]
         self.steps += 1
         if self.steps % self.config.every == 0 and self.window:
-            await self._evolve(played, ask)
+            await self._evolve(played, asking)
             self.window = []
 
     def _entry(self, trajectory: Trajectory) -> dict[str, Any]:
@@ -127,7 +124,7 @@ class RubricEvolution:
         scores = {one: found[part] for one, part in names if part in found}
         return {"reward": trajectory.reward, "score": found[self._judge], "scores": scores}
 
-    async def _evolve(self, played: Sequence[Trajectory], ask: Ask) -> None:
+    async def _evolve(self, played: Sequence[Trajectory], asking: Asking) -> None:
         rubric, config = self.rubric, self.config
         performance = statistics.fmean(entry["score"] for entry in self.window)
         strictness = next_strictness(rubric.strictness, performance, config)
@@ -136,7 +133,7 @@ class RubricEvolution:
         idle.sort(key=lambda criterion: abs(spread[criterion.id]))
         retired = idle[: max(0, len(rubric.criteria) - config.least_criteria)]
         kept = [c for c in rubric.criteria if c not in retired]
-        added = await self._proposed(played, kept, ask)
+        added = await self._proposed(played, kept, asking)
         if strictness == rubric.strictness and not retired and not added:
             return
         self.rubric = rubric.changed(
@@ -158,7 +155,7 @@ class RubricEvolution:
         self.keep()
 
     async def _proposed(
-        self, played: Sequence[Trajectory], kept: Sequence[Criterion], ask: Ask
+        self, played: Sequence[Trajectory], kept: Sequence[Criterion], asking: Asking
     ) -> list[Criterion]:
         """New criteria, checked; none where the model has none to give."""
         room = min(self.config.propose, self.config.most_criteria - len(kept))
@@ -166,9 +163,9 @@ class RubricEvolution:
         if room < 1 or not ranked or ranked[0].reward == ranked[-1].reward:
             return []
         count = min(self.config.examples, len(ranked) // 2)
-        messages, code = _proposal(ranked[-count:], ranked[:count], kept, room)
+        asked = _proposal(ranked[-count:], ranked[:count], kept, room)
         try:
-            found: ProposedCriteria = await ask(messages, coded(ProposedCriteria, code), [])
+            found = await asking.ask(asked, ProposedCriteria)
         except ChatError as error:
             log.warning("no new criteria for %r: %s", self._judge, error)
             return []
@@ -213,27 +210,23 @@ def _alike(one: str, other: str) -> bool:
 
 def _proposal(
     good: Sequence[Trajectory], bad: Sequence[Trajectory], kept: Sequence[Criterion], room: int
-) -> tuple[list[Message], str]:
-    shown = [
-        (f"{kind}-{number}", transcript(trajectory.messages, _EXAMPLE_CHARS))
+) -> Question:
+    texts = {
+        kind: [transcript(trajectory.messages, _EXAMPLE_CHARS) for trajectory in some]
         for kind, some in (("good", good), ("bad", bad))
-        for number, trajectory in enumerate(some, start=1)
+    }
+    system = [
+        "You improve the rubric by which AI agents are judged. You are given episodes that went well and "
+        f"episodes that went badly, between marks such as <good-1-CODE> and <bad-1-CODE>. {UNTRUSTED}",
+        "The rubric has these criteria:\n" + listed(f"{c.id}: {c.text}" for c in kept),
+        f"Propose at most {room} new criteria that tell the good episodes from the bad ones and that none "
+        "of the above covers. They must make sense for other tasks of the kind, name behaviour that can be "
+        "seen in an episode, and not reward length or praise. An empty list is fine. An id is lower case "
+        "with underscores.",
     ]
-    code = code_of(*(text for _, text in shown))
-    system = "\n\n".join(
-        [
-            "You improve the rubric by which AI agents are judged. You are given episodes that went well and "
-            f"episodes that went badly, between marks such as <good-1-CODE> and <bad-1-CODE>. {UNTRUSTED}",
-            "The rubric has these criteria:\n" + listed(f"{c.id}: {c.text}" for c in kept),
-            f"Propose at most {room} new criteria that tell the good episodes from the bad ones and that none "
-            "of the above covers. They must make sense for other tasks of the kind, name behaviour that can be "
-            "seen in an episode, and not reward length or praise. An empty list is fine. An id is lower case "
-            "with underscores.",
-        ]
-    )
-    evidence = [enclosed(text, name, code) for name, text in shown]
-    form = f'{{"code": "{code}", "criteria": [{{"id": "checks_units", "text": "<one sentence>"}}]}}'
-    return question(system, evidence, form), code
+    evidence = numbered("good", texts["good"]) | numbered("bad", texts["bad"])
+    form = '"criteria": [{"id": "checks_units", "text": "<one sentence>"}]'
+    return question(system, evidence, form)
 
 
 def load_evolution(

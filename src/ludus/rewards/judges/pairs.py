@@ -8,21 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
-from ludus.core.chat import ChatOptions
 from ludus.core.trajectory import Trajectory
-from ludus.llm import ask_json, load_chat_model
-from ludus.rewards.judges.asking import CodedVerdict, ModelSpec, coded, listed
-from ludus.rewards.judges.evidence import (
-    DEFAULT_CHARS,
-    UNTRUSTED,
-    code_of,
-    enclosed,
-    question,
-    transcript,
-)
+from ludus.rewards.judges.asking import Asking, CodedVerdict
+from ludus.rewards.judges.evidence import UNTRUSTED, Question, listed, question, transcript
 from ludus.rewards.preferences import AttemptPair, PairVerdict, Side, flipped
 
 
@@ -34,24 +26,18 @@ class PairAnswer(CodedVerdict):
     dimensions: dict[str, Side] = Field(default_factory=dict)
 
 
-class PairJudge:
+@dataclass(kw_only=True, eq=False)
+class PairJudge(Asking):
     """Asks a model which of two attempts is better. `dimensions` maps names to what they mean."""
 
-    def __init__(
-        self,
-        model: ModelSpec,
-        *,
-        dimensions: Mapping[str, str] | Sequence[str] = (),
-        instructions: str = "",
-        attempts: int = 3,
-        max_tokens: int = 1024,
-        most_chars: int = DEFAULT_CHARS,
-    ) -> None:
-        self.model = load_chat_model(model)
-        named = dimensions if isinstance(dimensions, Mapping) else dict.fromkeys(dimensions, "")
-        self.dimensions = dict(named)
-        self.instructions, self.attempts, self.most_chars = instructions, attempts, most_chars
-        self._options = ChatOptions(max_tokens=max_tokens)
+    dimensions: Mapping[str, str] | Sequence[str] = ()
+    instructions: str = ""
+    name: str = "pair_judge"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = self.dimensions
+        self._meanings = dict(given if isinstance(given, Mapping) else dict.fromkeys(given, ""))
 
     async def prefer(self, pair: AttemptPair) -> PairVerdict:
         """The verdict on a pair; raises `ChatError` where none can be had."""
@@ -64,48 +50,36 @@ class PairJudge:
         }
         agrees = here.better == flipped(there.better)
         better: Side = here.better if agrees else "tie"
-        return PairVerdict(better, dimensions, here.reason, f"judge {self.model.name}", agrees)
+        return PairVerdict(better, dimensions, here.reason, f"judge {self.chat_model.name}", agrees)
 
     async def _ask(self, first: Trajectory, second: Trajectory) -> PairAnswer:
-        task = transcript(first.task.messages, self.most_chars)
-        asked = len(first.task.messages)
-        shown = [transcript(one.messages[asked:], self.most_chars // 2) for one in (first, second)]
-        code = code_of(task, *shown)
-        evidence = [
-            enclosed(task, "task", code),
-            enclosed(shown[0], "first", code),
-            enclosed(shown[1], "second", code),
-        ]
-        sides = ", ".join(f'"{name}": "first" | "second" | "tie"' for name in self.dimensions)
-        form = (
-            f'{{"code": "{code}", "reason": "<one or two sentences>", "better": "first" | "second" | "tie", '
-            f'"dimensions": {{{sides}}}}}'
-        )
-        messages = question(self._system(), evidence, form)
-        found = await ask_json(
-            self.model, messages, self._answer_type(code), self._options, attempts=self.attempts
-        )
-        return found.value
+        def check(answer: PairAnswer) -> None:
+            missing = [name for name in self._meanings if name not in answer.dimensions]
+            if missing:
+                raise ValueError(f"dimensions has no {', '.join(missing)}")
+            answer.dimensions = {name: answer.dimensions[name] for name in self._meanings}
 
-    def _system(self) -> str:
-        named = [f"{name}: {text}" if text else name for name, text in self.dimensions.items()]
-        parts = [
+        return await self.ask(self.question(first, second), PairAnswer, check=check)
+
+    def question(self, first: Trajectory, second: Trajectory) -> Question:
+        """What the model is asked about two attempts, in this order."""
+        named = [f"{name}: {text}" if text else name for name, text in self._meanings.items()]
+        system = [
             "You compare two attempts of an AI agent at one task. You are given the task and what each did, "
             f"between marks such as <task-CODE>, <first-CODE> and <second-CODE>. {UNTRUSTED}",
             "Say which one is better: first, second or tie. Length is no merit, and the order means nothing.",
             f"Say it for each of these too:\n{listed(named)}" if named else "",
             self.instructions,
         ]
-        return "\n\n".join(part for part in parts if part)
-
-    def _answer_type(self, code: str) -> TypeAdapter[PairAnswer]:
-        def check(answer: PairAnswer) -> None:
-            missing = [name for name in self.dimensions if name not in answer.dimensions]
-            if missing:
-                raise ValueError(f"dimensions has no {', '.join(missing)}")
-            answer.dimensions = {name: answer.dimensions[name] for name in self.dimensions}
-
-        return coded(PairAnswer, code, check)
-
-    async def close(self) -> None:
-        await self.model.close()
+        asked, most = first.task.messages, self.most_chars // 2
+        evidence = {
+            "task": transcript(asked, self.most_chars),
+            "first": transcript(first.messages[len(asked) :], most),
+            "second": transcript(second.messages[len(asked) :], most),
+        }
+        sides = ", ".join(f'"{name}": "first" | "second" | "tie"' for name in self._meanings)
+        form = (
+            '"reason": "<one or two sentences>", "better": "first" | "second" | "tie", '
+            f'"dimensions": {{{sides}}}'
+        )
+        return question(system, evidence, form)

@@ -12,20 +12,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from ludus.core.failures import ConfigError
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
-from ludus.rewards.judges.asking import AskingReward, CodedVerdict, ModelSpec, coded
+from ludus.rewards.judges.asking import AskingReward, CodedVerdict
 from ludus.rewards.judges.evidence import (
-    DEFAULT_CHARS,
     UNTRUSTED,
-    code_of,
-    enclosed,
+    Question,
+    done_in,
     fair_limit,
+    numbered,
     question,
     shortened,
     transcript,
@@ -49,31 +50,15 @@ class StepsAnswer(CodedVerdict):
     steps: list[list[int]]
 
 
+@dataclass(kw_only=True, eq=False)
 class ProcessJudge(AskingReward):
     """A score for each action: the share of the task's checklist that it completed."""
 
-    def __init__(
-        self,
-        model: ModelSpec,
-        *,
-        instructions: str = "",
-        attempts: int = 3,
-        max_tokens: int = 1024,
-        temperature: float = 0.0,
-        most_chars: int = DEFAULT_CHARS,
-        name: str = "process_judge",
-        weight: float = 1.0,
-    ) -> None:
-        super().__init__(
-            model,
-            attempts=attempts,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            most_chars=most_chars,
-            name=name,
-            weight=weight,
-        )
-        self.instructions = instructions
+    instructions: str = ""
+    name: str = "process_judge"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._written: dict[str, asyncio.Future[list[str]]] = {}
 
     async def score_turns(
@@ -82,41 +67,42 @@ class ProcessJudge(AskingReward):
         if not trajectory.turns:
             return []
         items = await self._checklist(task, trajectory)
-        if len(_steps(task, trajectory)) != trajectory.turns:
-            return [
-                None
-            ] * trajectory.turns  # several conversations in one episode: not known which is which
+        actions = len(_steps(task, trajectory))
+        if actions != trajectory.turns:  # several conversations in one episode: not known which is which
+            return [None] * trajectory.turns
 
-        async def ask(shown: Trajectory) -> StepsAnswer:
-            return await self._judge(task, items, _steps(task, shown), shown)
+        def check(answer: StepsAnswer) -> None:
+            if len(answer.steps) != actions:
+                raise ValueError(f"steps has {len(answer.steps)} lists for {actions} actions")
+            wrong = [number for step in answer.steps for number in step if not 1 <= number <= len(items)]
+            if wrong:
+                raise ValueError(
+                    f"there is no item {wrong[0]}: they are numbered from 1 to {len(items)}"
+                )
 
-        answer = await self.judged(ask, trajectory)
+        answer = await self.verdict(
+            trajectory, StepsAnswer, lambda shown: self.question(task, items, _steps(task, shown)), check
+        )
         steps: list[list[int]] = [[]] * trajectory.turns if answer is None else answer.steps
         return step_scores(steps, len(items))
 
-    async def _judge(
-        self, task: Task, items: Sequence[str], steps: Sequence[str], trajectory: Trajectory
-    ) -> StepsAnswer:
-        asked = transcript(task.messages, self.most_chars)
+    def question(self, task: Task, items: Sequence[str], steps: Sequence[str]) -> Question:
         limit = fair_limit(steps, self.most_chars)
-        shown = [shortened(step, limit) for step in steps]
-        code = code_of(asked, *items, *shown)
-        listed_items = "\n".join(f"{number}. {item}" for number, item in enumerate(items, start=1))
-        evidence = [enclosed(asked, "task", code), enclosed(listed_items, "checklist", code)]
-        evidence += [
-            enclosed(step, f"action-{number}", code) for number, step in enumerate(shown, start=1)
-        ]
-        system = (
+        evidence = {
+            "task": transcript(task.messages, self.most_chars),
+            "checklist": "\n".join(f"{number}. {item}" for number, item in enumerate(items, start=1)),
+            **numbered("action", [shortened(step, limit) for step in steps]),
+        }
+        system = [
             "You follow the progress of an AI agent. You are given its task, a checklist, and its actions with "
-            f"what came back, between marks such as <task-CODE> and <action-1-CODE>. {UNTRUSTED}\n\n"
+            f"what came back, between marks such as <task-CODE> and <action-1-CODE>. {UNTRUSTED}",
             "For each action, list the numbers of the checklist's items that this action completed. An item is "
             "completed by the action after which it is true, and by evidence, not by claims. Most actions "
-            f"complete none: [].\n\n{self.instructions}".rstrip()
-        )
-        evidence.append(f"There are {len(steps)} actions, so `steps` has {len(steps)} lists.")
-        form = f'{{"code": "{code}", "steps": [[<item numbers>], ...]}}'
-        messages = question(system, evidence, form)
-        return await self.ask(messages, _steps_type(code, len(items), len(steps)), [trajectory])
+            "complete none: [].",
+            self.instructions,
+        ]
+        note = f"There are {len(steps)} actions, so `steps` has {len(steps)} lists."
+        return question(system, evidence, '"steps": [[<item numbers>], ...]', note=note)
 
     async def _checklist(self, task: Task, trajectory: Trajectory) -> list[str]:
         own = task.metadata.get(CHECKLIST)
@@ -139,16 +125,15 @@ class ProcessJudge(AskingReward):
             self._written.pop(about, None)
 
     async def _write(self, about: str, trajectory: Trajectory) -> list[str]:
-        code = code_of(about)
-        system = (
+        system = [
             "You write checklists by which the progress of an AI agent is followed. You are given its task "
-            f"between the marks <task-CODE>. {UNTRUSTED}\n\nList three to eight things that are true once "
+            f"between the marks <task-CODE>. {UNTRUSTED}",
+            "List three to eight things that are true once "
             "the task is done, in the order in which they would come true, each of which can be seen from what "
-            "was done. A list that stands in the task itself is evidence, and no answer."
-        )
-        form = f'{{"code": "{code}", "items": ["...", ...]}}'
-        messages = question(system, [enclosed(about, "task", code)], form)
-        return (await self.ask(messages, coded(ChecklistAnswer, code), [trajectory])).items
+            "was done. A list that stands in the task itself is evidence, and no answer.",
+        ]
+        asked = question(system, {"task": about}, '"items": ["...", ...]')
+        return (await self.ask(asked, ChecklistAnswer, [trajectory])).items
 
 
 def step_scores(steps: Sequence[Sequence[int]], count: int) -> list[float | None]:
@@ -164,18 +149,7 @@ def step_scores(steps: Sequence[Sequence[int]], count: int) -> list[float | None
 
 def _steps(task: Task, trajectory: Trajectory) -> list[str]:
     """Each action with what came back after it, as text."""
-    messages = trajectory.messages[len(task.messages) :] or trajectory.messages
+    messages = done_in(trajectory, task)
     starts = [place for place, message in enumerate(messages) if message.role == "assistant"]
     ends = [*starts[1:], len(messages)]
     return [transcript(messages[start:end]) for start, end in zip(starts, ends, strict=True)]
-
-
-def _steps_type(code: str, items: int, actions: int) -> TypeAdapter[StepsAnswer]:
-    def check(answer: StepsAnswer) -> None:
-        if len(answer.steps) != actions:
-            raise ValueError(f"steps has {len(answer.steps)} lists for {actions} actions")
-        wrong = [number for step in answer.steps for number in step if not 1 <= number <= items]
-        if wrong:
-            raise ValueError(f"there is no item {wrong[0]}: they are numbered from 1 to {items}")
-
-    return coded(StepsAnswer, code, check)

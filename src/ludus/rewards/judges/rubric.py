@@ -86,7 +86,7 @@ class Rubric(Config):
         return Rubric.model_validate(dict(self) | {"version": self.version + 1} | changes)
 
     def at(self, strictness: float) -> Rubric:
-        """The same with a level for a number from 0 to 1, as a curriculum moves it."""
+        """The rubric at the level of a number from 0 to 1, as a curriculum moves it."""
         place = min(int(max(strictness, 0.0) * len(STRICTNESS_LEVELS)), len(STRICTNESS_LEVELS) - 1)
         return self.model_copy(update={"strictness": STRICTNESS_LEVELS[place]})
 
@@ -104,7 +104,33 @@ DEFAULT_RUBRIC = Rubric(
 )
 
 
-def load_rubric(spec: str | Path | Mapping[str, Any] | Rubric) -> Rubric:
+CODE_QUALITY_RUBRIC = Rubric(
+    name="code_quality",
+    criteria=(
+        Criterion(
+            id="readability",
+            text="Names say what things are, functions are short and do one thing, and comments say why.",
+            weight=0.4,
+        ),
+        Criterion(
+            id="architecture",
+            text="Parts have one job each and clear interfaces; nothing is copied, dead or needlessly general.",
+            weight=0.3,
+        ),
+        Criterion(
+            id="robustness",
+            text="Edge cases and wrong input are handled, errors are not swallowed, and nothing is hard-coded "
+            "to pass known tests.",
+            weight=0.3,
+        ),
+    ),
+)
+
+RubricSpec = str | Path | Mapping[str, Any] | Rubric
+"""A rubric's file, its table, or itself."""
+
+
+def load_rubric(spec: RubricSpec) -> Rubric:
     """A rubric by its file, table, or as it is."""
     if isinstance(spec, Rubric):
         return spec

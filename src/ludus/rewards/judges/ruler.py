@@ -13,29 +13,23 @@ one of G attempts. It scores 0, and the others are ranked without it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
-from pydantic import BaseModel, Field, TypeAdapter
+from pydantic import BaseModel, Field
 
 from ludus.core.messages import Message
 from ludus.core.random import key, shuffled
 from ludus.core.trajectory import Group, Trajectory
 from ludus.llm import BudgetExceeded, ChatError
-from ludus.rewards.judges.asking import (
-    AskingReward,
-    CodedVerdict,
-    ModelSpec,
-    Unit,
-    coded,
-    harmless,
-)
+from ludus.rewards.judges.asking import AskingReward, CodedVerdict, Unit, harmless
 from ludus.rewards.judges.evidence import (
     UNTRUSTED,
-    code_of,
+    Question,
     common_prefix,
-    enclosed,
     fair_limit,
+    numbered,
     question,
     transcript,
 )
@@ -64,6 +58,7 @@ class RulerVerdict(CodedVerdict):
     scores: list[AttemptVerdict]
 
 
+@dataclass(kw_only=True, eq=False)
 class Ruler(AskingReward):
     """A group reward: scores in [0, 1] by one question to a judge over all attempts (equal ones share theirs).
 
@@ -71,29 +66,11 @@ class Ruler(AskingReward):
     question. Together attempts show `most_chars` characters; longer ones lose their middles, with notice.
     """
 
-    def __init__(
-        self,
-        model: ModelSpec,
-        *,
-        rubric: str = DEFAULT_RULER_RUBRIC,
-        attempts: int = 3,
-        max_tokens: int = 2048,
-        temperature: float = 0.0,
-        most_chars: int = 60_000,
-        seed: int = 0,
-        name: str = "ruler",
-        weight: float = 1.0,
-    ) -> None:
-        super().__init__(
-            model,
-            attempts=attempts,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            most_chars=most_chars,
-            name=name,
-            weight=weight,
-        )
-        self.rubric, self.seed = rubric, seed
+    rubric: str = DEFAULT_RULER_RUBRIC
+    max_tokens: int = 2048
+    most_chars: int = 60_000
+    seed: int = 0
+    name: str = "ruler"
 
     async def score_group(self, group: Group) -> list[float]:
         distinct: list[Sequence[Message]] = []
@@ -131,8 +108,13 @@ class Ruler(AskingReward):
         if len(conversations) < 2:
             return [_MIDDLE] * len(conversations)
         order = shuffled(len(conversations), self._key(group.trajectories))
-        messages, code = self.question([conversations[place] for place in order])
-        verdict = await self.ask(messages, _verdict_type(len(order), code), group.trajectories)
+
+        def check(verdict: RulerVerdict) -> None:
+            if sorted(one.id for one in verdict.scores) != list(range(1, len(order) + 1)):
+                raise ValueError(f"scores must have each of the attempts 1 to {len(order)} once")
+
+        asked = self.question([conversations[place] for place in order])
+        verdict = await self.ask(asked, RulerVerdict, group.trajectories, check)
         shown = {one.id: one.score for one in verdict.scores}
         scores = {place: shown[number] for number, place in enumerate(order, start=1)}
         return [scores[place] for place in range(len(conversations))]
@@ -153,43 +135,28 @@ class Ruler(AskingReward):
                 found |= await self._breaking(group, conversations, half) if len(half) > 1 else set(half)
         return found
 
-    def question(self, conversations: Sequence[Sequence[Message]]) -> tuple[list[Message], str]:
-        """What the judge is asked about these attempts, in this order; and the code of its verdict."""
+    def question(self, conversations: Sequence[Sequence[Message]]) -> Question:
+        """What the judge is asked about these attempts, in this order."""
         shared = common_prefix(conversations)
         start = transcript(conversations[0][:shared], self.most_chars) or "(nothing)"
         whole = [transcript(one[shared:], self.most_chars) for one in conversations]
         limit = fair_limit(whole, self.most_chars)
         rests = [transcript(one[shared:], limit) or "(nothing)" for one in conversations]
-        code = code_of(start, *rests)
-        evidence = [enclosed(start, "common-start", code)]
-        evidence += [
-            enclosed(rest, f"attempt-{number}", code) for number, rest in enumerate(rests, start=1)
+        system = [
+            "You compare attempts of AI agents at one task. What they have in common stands between "
+            "<common-start-CODE> and its end, and how each went on between marks such as "
+            f"<attempt-1-CODE>. {UNTRUSTED}",
+            f"Give each attempt a score from 0 to 1, by comparing them with each other:\n{self.rubric}",
+            "Attempts that are equally good have the same score. The order of attempts means nothing.",
         ]
-        system = "\n\n".join(
-            [
-                "You compare attempts of AI agents at one task. What they have in common stands between "
-                "<common-start-CODE> and its end, and how each went on between marks such as "
-                f"<attempt-1-CODE>. {UNTRUSTED}",
-                "Give each attempt a score from 0 to 1, by comparing them with each other:\n"
-                + self.rubric,
-                "Attempts that are equally good have the same score. The order of attempts means nothing.",
-            ]
-        )
-        evidence.append(f"There are {len(rests)} attempts: `scores` has each of them once.")
-        form = ", ".join(
+        scores = ", ".join(
             f'{{"id": {number}, "reason": "<a few words>", "score": <0 to 1>}}'
             for number in range(1, len(rests) + 1)
         )
-        return question(system, evidence, f'{{"code": "{code}", "scores": [{form}]}}'), code
+        note = f"There are {len(rests)} attempts: `scores` has each of them once."
+        evidence = {"common-start": start, **numbered("attempt", rests)}
+        return question(system, evidence, f'"scores": [{scores}]', note=note)
 
     def _key(self, attempts: Sequence[Trajectory]) -> int:
         """The order of a group depends on which attempts it has, and on nothing else."""
         return key(self.seed, "ruler", attempts[0].task.id, *(one.seed for one in attempts))
-
-
-def _verdict_type(count: int, code: str) -> TypeAdapter[RulerVerdict]:
-    def check(verdict: RulerVerdict) -> None:
-        if sorted(one.id for one in verdict.scores) != list(range(1, count + 1)):
-            raise ValueError(f"scores must have each of the attempts 1 to {count} once")
-
-    return coded(RulerVerdict, code, check)
