@@ -18,8 +18,9 @@ from ludus.core.trajectory import Trajectory
 from ludus.dist.actors import RunActor
 from ludus.dist.cluster import Claim, RayCluster, cause_of, load_ray
 from ludus.dist.tools import node_for
+from ludus.rewards.declared import DEFAULT_TIMEOUT
 from ludus.rewards.registry import build_reward
-from ludus.rewards.reward import DEFAULT_TIMEOUT, CheckedReward
+from ludus.rewards.reward import CheckedReward
 from ludus.rewards.scorer import evaluate, evaluate_turns
 from ludus.tools.hosting.host import error_from_json, error_to_json
 

@@ -24,7 +24,8 @@ from ludus.core.messages import ToolCall
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
 from ludus.rewards.conduct import call_records, made_calls, needless_calls, repeated_calls, tool_names
-from ludus.rewards.reward import OptionsReward, reward
+from ludus.rewards.declared import OptionsReward
+from ludus.rewards.reward import reward
 from ludus.rewards.scores import EXECUTION, Parts
 
 

@@ -14,7 +14,8 @@ from ludus.core.failures import ConfigError
 from ludus.core.task import Task
 from ludus.core.trajectory import Reward, Trajectory
 from ludus.rewards.conduct import Unit, amount_used, good_calls, made_calls, tool_names
-from ludus.rewards.reward import CheckedReward, RewardTraits, with_retries
+from ludus.rewards.declared import RewardTraits
+from ludus.rewards.reward import CheckedReward, with_retries
 from ludus.rewards.scorer import (
     RewardLike,
     as_reward,

@@ -11,8 +11,8 @@ from typing import Any, Literal
 from ludus.core.failures import ConfigError, Fault
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
+from ludus.rewards.declared import OptionsReward
 from ludus.rewards.resource_limited import LimitExceeded, run_limited
-from ludus.rewards.reward import OptionsReward
 from ludus.rewards.scores import Parts
 
 _log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from ludus.core.failures import ConfigError
 from ludus.core.trajectory import Group, Trajectory
 from ludus.rewards.conduct import Unit, amount_used, good_calls, made_calls, tool_names
-from ludus.rewards.reward import OptionsReward
+from ludus.rewards.declared import OptionsReward
 from ludus.rewards.scores import number
 
 

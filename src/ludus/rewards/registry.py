@@ -21,7 +21,8 @@ from ludus.core.config_errors import type_mismatch
 from ludus.core.failures import ConfigError
 from ludus.core.registry import Registry
 from ludus.core.trajectory import GroupReward, Reward
-from ludus.rewards.reward import SETTINGS, RewardTraits, UserFunction
+from ludus.rewards.declared import RewardTraits
+from ludus.rewards.reward import SETTINGS, UserFunction
 from ludus.rewards.scorer import TurnReward, as_group_reward, as_reward_or_turn_reward
 
 REWARDS = Registry(

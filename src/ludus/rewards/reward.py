@@ -14,19 +14,16 @@ import inspect
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import (
     Any,
     ClassVar,
     Literal,
-    Protocol,
     Self,
     TypedDict,
     TypeVar,
     Unpack,
     overload,
-    runtime_checkable,
 )
 
 from ludus.core.failures import Aborted, Boundary, ConfigError, InfraError, MissingExtraError
@@ -34,6 +31,7 @@ from ludus.core.task import Task
 from ludus.core.trajectory import Group, Trajectory
 from ludus.core.user_code import defined_at, error_with_location, log_once
 from ludus.remote.threads import threads_for
+from ludus.rewards.declared import DEFAULT_TIMEOUT
 from ludus.rewards.scores import (
     Parts,
     ScoreError,
@@ -54,64 +52,8 @@ STRICTNESS = "strictness"
 current_strictness: ContextVar[float | None] = ContextVar("current_strictness", default=None)
 """Its value for the episode that is being scored; None leaves every reward with its own."""
 
-DEFAULT_TIMEOUT = 60.0
 _CONNECTION_RETRIES = 2
 _FIRST_PAUSE = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class RewardTraits:
-    """Optional attributes of a reward, with what holds where it has none."""
-
-    weight: float = 1.0
-    """What its score is multiplied by."""
-    timeout: float | None = DEFAULT_TIMEOUT
-    """Seconds for one call of its scoring method."""
-    uses_envs: bool = True
-    """Whether it touches the episode's environments, which only one reward may do at a time."""
-    runs_last: bool = False
-    """Whether it waits for the rewards beside it."""
-    children: Sequence[Any] = ()
-    """The rewards that it is made of."""
-    takes_rewards: frozenset[str] = frozenset()
-    """Of a class: which of its options are rewards themselves; recipes may nest these."""
-    former_options: Mapping[str, str] = field(default_factory=dict)
-    """Of a class: options that are gone, with what has them now."""
-
-    @classmethod
-    def of(cls, reward: Any) -> RewardTraits:
-        names = [one.name for one in fields(cls) if hasattr(reward, one.name)]
-        return cls(**{name: getattr(reward, name) for name in names})
-
-
-@runtime_checkable
-class StatefulReward(Protocol):
-    """A reward whose memory is part of a checkpoint."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
-
-@runtime_checkable
-class EvolvingReward(Protocol):
-    """A reward that changes with the policy."""
-
-    async def end_step(self, groups: Sequence[Group]) -> None:
-        """After the episodes of a training step, and before its update."""
-
-
-@dataclass(kw_only=True, eq=False)
-class OptionsReward:
-    """A reward whose options are the fields of a dataclass, as those of the library are."""
-
-    name: str
-    weight: float = 1.0
-    uses_envs = False
-
-    def __post_init__(self) -> None:
-        self.name = checked_name(self.name)
-        self.weight = checked_weight(self.weight, self.name)
 
 
 class CheckedReward:

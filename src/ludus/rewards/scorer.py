@@ -30,15 +30,13 @@ from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 from ludus.core.failures import ConfigError
 from ludus.core.task import Task
 from ludus.core.trajectory import Group, GroupReward, Reward, StopReason, Trajectory
+from ludus.rewards.declared import EvolvingReward, RewardTraits, StatefulReward
 from ludus.rewards.reward import (
     STRICTNESS,
     CheckedReward,
-    EvolvingReward,
     FunctionGroupReward,
     FunctionReward,
     FunctionTurnReward,
-    RewardTraits,
-    StatefulReward,
     UserFunction,
     call_any,
     current_strictness,

@@ -14,7 +14,7 @@ from typing import Any
 
 from ludus.core.failures import ConfigError
 from ludus.envs import PoolConfig
-from ludus.rewards.reward import RewardTraits, StatefulReward
+from ludus.rewards.declared import RewardTraits, StatefulReward
 from ludus.rewards.scorer import takes_strictness
 from ludus.tools import Tool
 from ludus.tools.library import tools_named

@@ -37,8 +37,8 @@ from ludus.llm import (
     ask_json,
     load_chat_model,
 )
+from ludus.rewards.declared import OptionsReward
 from ludus.rewards.judges.evidence import DEFAULT_CHARS, Question
-from ludus.rewards.reward import OptionsReward
 
 log = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field
 
 from ludus.core.task import Task
 from ludus.core.trajectory import Reward, Trajectory
+from ludus.rewards.declared import RewardTraits
 from ludus.rewards.judges.asking import AskingReward, CodedVerdict, Unit
 from ludus.rewards.judges.evidence import (
     UNTRUSTED,
@@ -19,7 +20,6 @@ from ludus.rewards.judges.evidence import (
     shortened,
     transcript,
 )
-from ludus.rewards.reward import RewardTraits
 from ludus.rewards.scorer import RewardLike, as_reward, evaluate
 from ludus.rewards.scores import Parts, merge
 from ludus.rewards.text_rewards import exact_match
