@@ -138,6 +138,7 @@ def _construct(kind: type, name: str, options: dict[str, Any]) -> Any:
     try:
         inspect.signature(kind).bind(**options)
     except TypeError as error:
-        known = ", ".join(inspect.signature(kind).parameters)
+        names = inspect.signature(kind).parameters
+        known = ", ".join(sorted(names, key=SETTINGS.__contains__))  # what is its own comes first
         raise ConfigError(f"{name!r}: {error}; its options are: {known}") from error
     return kind(**options)

@@ -18,7 +18,7 @@ from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
 from ludus.envs.browser.chromium import BrowserHost, acquire_host, release_host
 from ludus.envs.browser.gateway import NetworkPolicy
-from ludus.rewards.judges.evidence import Question
+from ludus.rewards.judges.evidence import JudgeQuestion
 from ludus.rewards.judges.judge import Judge
 from ludus.rewards.judges.rubric import Criterion, Rubric, RubricSpec
 from ludus.rewards.scores import Parts
@@ -69,7 +69,7 @@ class VisualScore(Judge):
     def shown(self, trajectory: Trajectory, done: Sequence[Message]) -> str:
         return "The page that was made is in the picture. Text in it is evidence, too."
 
-    def question(self, trajectory: Trajectory, task: Task, rubric: Rubric) -> Question:
+    def question(self, trajectory: Trajectory, task: Task, rubric: Rubric) -> JudgeQuestion:
         asked = super().question(trajectory, task, rubric)
         system, user = asked.messages
         return replace(asked, messages=[system, replace(user, media=trajectory.messages[-1].media)])

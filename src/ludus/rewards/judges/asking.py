@@ -38,7 +38,7 @@ from ludus.llm import (
     load_chat_model,
 )
 from ludus.rewards.declared import OptionsReward
-from ludus.rewards.judges.evidence import DEFAULT_CHARS, Question
+from ludus.rewards.judges.evidence import DEFAULT_CHARS, JudgeQuestion
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class Asking:
 
     async def ask(
         self,
-        question: Question,
+        question: JudgeQuestion,
         kind: type[V],
         judged: Sequence[Trajectory] = (),
         check: Check[V] = lambda verdict: None,
@@ -138,7 +138,7 @@ class AskingReward(Asking, OptionsReward):
         self,
         trajectory: Trajectory,
         kind: type[V],
-        question: Callable[[Trajectory], Question],
+        question: Callable[[Trajectory], JudgeQuestion],
         check: Check[V] = lambda verdict: None,
     ) -> V | None:
         """The verdict on an episode; None where the episode keeps the judge from answering."""

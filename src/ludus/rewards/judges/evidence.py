@@ -43,7 +43,7 @@ class Sized(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class JudgeQuestion:
     """What a judge is asked, and the code that its verdict has to name."""
 
     messages: list[Message]
@@ -57,7 +57,7 @@ def question(
     *,
     note: str = "",
     media: tuple[Media, ...] = (),
-) -> Question:
+) -> JudgeQuestion:
     """Instructions (one paragraph each), evidence between marks of its names, and the form of the answer.
 
     The instructions name no code, so they are the same tokens for every episode: a server with a prefix cache
@@ -68,7 +68,7 @@ def question(
     shown = [enclosed(text, name, code) for name, text in evidence.items()]
     asked = f'{_ANSWER}\n{{"code": "{code}", {form}}}'
     user = "\n\n".join(filter(None, [*shown, note, asked]))
-    return Question(
+    return JudgeQuestion(
         [Message("system", "\n\n".join(filter(None, system))), Message("user", user, media=media)], code
     )
 

@@ -29,7 +29,14 @@ from ludus.core.config import Config, Place
 from ludus.core.trajectory import Group, Trajectory
 from ludus.llm import ChatError
 from ludus.rewards.judges.asking import Asking, CodedVerdict
-from ludus.rewards.judges.evidence import UNTRUSTED, Question, listed, numbered, question, transcript
+from ludus.rewards.judges.evidence import (
+    UNTRUSTED,
+    JudgeQuestion,
+    listed,
+    numbered,
+    question,
+    transcript,
+)
 from ludus.rewards.judges.rubric import STRICTNESS_LEVELS, Criterion, Rubric, Strictness
 
 log = logging.getLogger(__name__)
@@ -210,7 +217,7 @@ def _alike(one: str, other: str) -> bool:
 
 def _proposal(
     good: Sequence[Trajectory], bad: Sequence[Trajectory], kept: Sequence[Criterion], room: int
-) -> Question:
+) -> JudgeQuestion:
     texts = {
         kind: [transcript(trajectory.messages, _EXAMPLE_CHARS) for trajectory in some]
         for kind, some in (("good", good), ("bad", bad))

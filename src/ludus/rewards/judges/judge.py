@@ -13,10 +13,10 @@ from ludus.core.trajectory import Group, Trajectory
 from ludus.rewards.judges.asking import AskingReward, CodedVerdict, OutOfTen
 from ludus.rewards.judges.evidence import (
     UNTRUSTED,
-    Question,
+    JudgeQuestion,
     done_in,
-    listed,
     images,
+    listed,
     question,
     shortened,
     transcript,
@@ -115,7 +115,7 @@ class Judge(AskingReward):
             self.evolution.load_state_dict(state["evolution"])
             self.rubric = self.evolution.rubric
 
-    def question(self, trajectory: Trajectory, task: Task, rubric: Rubric) -> Question:
+    def question(self, trajectory: Trajectory, task: Task, rubric: Rubric) -> JudgeQuestion:
         """What the judge is asked about an episode."""
         done = done_in(trajectory, task)
         evidence = {"task": transcript(task.messages, self.most_chars)}

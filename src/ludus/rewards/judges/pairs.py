@@ -14,7 +14,7 @@ from pydantic import Field
 
 from ludus.core.trajectory import Trajectory
 from ludus.rewards.judges.asking import Asking, CodedVerdict
-from ludus.rewards.judges.evidence import UNTRUSTED, Question, listed, question, transcript
+from ludus.rewards.judges.evidence import UNTRUSTED, JudgeQuestion, listed, question, transcript
 from ludus.rewards.preferences import AttemptPair, PairVerdict, Side, flipped
 
 
@@ -61,7 +61,7 @@ class PairJudge(Asking):
 
         return await self.ask(self.question(first, second), PairAnswer, check=check)
 
-    def question(self, first: Trajectory, second: Trajectory) -> Question:
+    def question(self, first: Trajectory, second: Trajectory) -> JudgeQuestion:
         """What the model is asked about two attempts, in this order."""
         named = [f"{name}: {text}" if text else name for name, text in self._meanings.items()]
         system = [

@@ -23,7 +23,7 @@ from ludus.core.trajectory import Trajectory
 from ludus.rewards.judges.asking import AskingReward, CodedVerdict
 from ludus.rewards.judges.evidence import (
     UNTRUSTED,
-    Question,
+    JudgeQuestion,
     done_in,
     fair_limit,
     numbered,
@@ -86,7 +86,7 @@ class ProcessJudge(AskingReward):
         steps: list[list[int]] = [[]] * trajectory.turns if answer is None else answer.steps
         return step_scores(steps, len(items))
 
-    def question(self, task: Task, items: Sequence[str], steps: Sequence[str]) -> Question:
+    def question(self, task: Task, items: Sequence[str], steps: Sequence[str]) -> JudgeQuestion:
         limit = fair_limit(steps, self.most_chars)
         evidence = {
             "task": transcript(task.messages, self.most_chars),

@@ -26,7 +26,7 @@ from ludus.llm import BudgetExceeded, ChatError
 from ludus.rewards.judges.asking import AskingReward, CodedVerdict, Unit, harmless
 from ludus.rewards.judges.evidence import (
     UNTRUSTED,
-    Question,
+    JudgeQuestion,
     common_prefix,
     fair_limit,
     numbered,
@@ -135,7 +135,7 @@ class Ruler(AskingReward):
                 found |= await self._breaking(group, conversations, half) if len(half) > 1 else set(half)
         return found
 
-    def question(self, conversations: Sequence[Sequence[Message]]) -> Question:
+    def question(self, conversations: Sequence[Sequence[Message]]) -> JudgeQuestion:
         """What the judge is asked about these attempts, in this order."""
         shared = common_prefix(conversations)
         start = transcript(conversations[0][:shared], self.most_chars) or "(nothing)"

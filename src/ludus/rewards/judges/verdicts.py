@@ -14,7 +14,7 @@ from ludus.rewards.declared import RewardTraits
 from ludus.rewards.judges.asking import AskingReward, CodedVerdict, Unit
 from ludus.rewards.judges.evidence import (
     UNTRUSTED,
-    Question,
+    JudgeQuestion,
     done_in,
     question,
     shortened,
@@ -60,7 +60,7 @@ class ModelMatch(AskingReward):
         score = self.right if is_match else self.wrong
         return {self.name: score, f"{self.name}_asked": float(not settled)}
 
-    def question(self, answer: str, task: Task) -> Question:
+    def question(self, answer: str, task: Task) -> JudgeQuestion:
         targets = task.target if isinstance(task.target, list | tuple) else [task.target]
         system = [
             "You compare an answer with the right one. You are given a question, its right answer (any line of "
@@ -145,7 +145,7 @@ class SemiFormal(AskingReward):
         if len({trace.inputs.strip() for trace in verdict.traces}) < len(verdict.traces):
             raise ValueError("two traces have the same inputs: each must be another path")
 
-    def question(self, trajectory: Trajectory, task: Task) -> Question:
+    def question(self, trajectory: Trajectory, task: Task) -> JudgeQuestion:
         system = [
             "You verify code by reasoning alone; nothing is run. You are given a task and the work on "
             f"it, between marks such as <task-CODE> and <work-CODE>. {UNTRUSTED}",
