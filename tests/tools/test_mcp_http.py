@@ -6,6 +6,7 @@ import asyncio
 import json
 import resource
 import socket
+import struct
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -114,11 +115,15 @@ def packed(app: App, packing: str, bomb: int = 0) -> App:
     """All JSON answers packed; those to calls are `bomb` megabytes of spaces before the answer."""
 
     def pack(body: bytes) -> bytes:
-        packer = zlib.compressobj(9, zlib.DEFLATED, 31)
-        spaces = b" " * 1_000_000
-        return b"".join(
-            [*(packer.compress(spaces) for _ in range(bomb)), packer.compress(body), packer.flush()]
-        )
+        spaces, whole, checksum = b" " * 1_000_000, zlib.compressobj(9, zlib.DEFLATED, -15), 0
+        # each block stands alone after a full flush, so one is packed and repeated
+        block = whole.compress(spaces) + whole.flush(zlib.Z_FULL_FLUSH)
+        for _ in range(bomb):
+            checksum = zlib.crc32(spaces, checksum)
+        rest = zlib.compressobj(9, zlib.DEFLATED, -15)
+        ending = struct.pack("<II", zlib.crc32(body, checksum), (bomb * len(spaces) + len(body)) % 2**32)
+        header = bytes.fromhex("1f8b08000000000000ff")
+        return b"".join([header, block * bomb, rest.compress(body), rest.flush(), ending])
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         start: list[Any] = []

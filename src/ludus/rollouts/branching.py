@@ -23,7 +23,7 @@ from ludus.core.failures import CannotFork, ConfigError, InfraError
 from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSet
 from ludus.core.trajectory import Branch, Segment, SegmentKind, Trajectory
 from ludus.envs.env import call_env, has_snapshots
-from ludus.tools.toolset import restore_tools, snapshot_tools
+from ludus.tools.toolset import ForkingTools, is_deterministic, restore_tools, snapshot_tools
 
 if TYPE_CHECKING:
     from ludus.rollouts.episode import Turn
@@ -230,7 +230,7 @@ def check_forkable(pools: Mapping[str, Any], tools: ToolSet) -> None:
                 "its class `snapshot` and `restore`, or, if the same calls always have the same results, "
                 f"deterministic = True (in a recipe: agent.pools.{name}.deterministic = true)"
             )
-    if not (hasattr(tools, "snapshot") or getattr(tools, "deterministic", False)):
+    if not (isinstance(tools, ForkingTools) or is_deterministic(tools)):
         raise ConfigError(
             f"rl.tree: the tools ({type(tools).__name__}) can neither be forked nor replayed: give the tool "
             "set `snapshot(context)` and `restore(state, context)`, or deterministic = True"

@@ -61,6 +61,7 @@ from ludus.rollouts.tool_calls import StepRewards
 from ludus.rollouts.tree import Leaf, TreeConfig, grow_tree
 from ludus.rollouts.turn_search import SEARCH_SCORE, search_turns
 from ludus.tools import CombinedTools
+from ludus.tools.toolset import is_deterministic
 
 log = logging.getLogger(__name__)
 
@@ -341,7 +342,7 @@ class Rollout:
 
     def _can_replay(self, context: ToolContext) -> bool:
         are_deterministic = all(self._pool(name).is_deterministic for name in context.envs)
-        return are_deterministic and getattr(self.tools, "deterministic", False)
+        return are_deterministic and is_deterministic(self.tools)
 
     async def _leases(
         self, trajectory: Trajectory, name: str, resources: AsyncExitStack

@@ -29,6 +29,7 @@ from ludus.core.trajectory import Trajectory
 from ludus.llm import ChatError, UnusableReply, ask_json
 from ludus.rewards import reward
 from ludus.synth.quality.similarity import DuplicateIndex, shingles, sketch
+from ludus.tools.toolset import read_only_of
 
 BATCH = 6
 """Scenarios of one question."""
@@ -206,8 +207,7 @@ class ScenarioWriter:
 
     async def _look_around(self, specs: Sequence[ToolSpec]) -> list[str]:
         """What tools that need nothing and change nothing say now."""
-        facts = getattr(self.tools, "read_only", lambda: frozenset[str]())
-        harmless: frozenset[str] = facts()
+        harmless = read_only_of(self.tools)
         chosen = [
             spec for spec in specs if spec.name in harmless and not spec.parameters.get("required")
         ]

@@ -2,7 +2,7 @@
 
 `tool` makes one of a function, `Tool` is the base class, a tool set is what an episode opens and calls.
 Packages below: `library` (tools that come with Ludus), `recording` (record and replay), `hosting` (worker
-processes behind the tool server), `mcp` (the tools of MCP servers); `remote` has the tools of a server of ours.
+processes behind the tool server), `mcp` (the tools of MCP servers); `remote` has the tools of a tool server.
 """
 
 from ludus.tools.calling import OutputLimits

@@ -28,7 +28,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import BaseModel
 from pydantic_core import to_json
@@ -76,7 +76,7 @@ class Invocation:
 
 
 async def invoke(invocation: Invocation) -> ToolResult:
-    """The call's result, the model's faults included; failures of ours are retried, then raised."""
+    """The call's result, the model's faults included. Infrastructure failures are retried, then raised."""
     attempt = 0
     started = time.monotonic()
     while True:
@@ -102,8 +102,12 @@ def _failure(tool: str, error: Exception, attempts: int) -> InfraError:
 
 async def _outcome(invocation: Invocation) -> ToolResult:
     tool = invocation.tool
+    error: UserError | None = None
     try:
-        result = await _performed(invocation)
+        if tool.process:
+            result, error = await _in_process(invocation)
+        else:
+            result = await _performed(invocation)
     except DeadlineExceeded:
         text = f"{tool.name} was stopped: it took longer than {tool.timeout:g} seconds."
         if tool.on_timeout == "failure":
@@ -111,12 +115,11 @@ async def _outcome(invocation: Invocation) -> ToolResult:
         return ToolResult(text, fault=Fault.TOOL_TIMEOUT)
     except (InfraError, ConnectionError, WorkerError, NotPicklable):
         raise
-    except ToolFault as fault:
-        return ToolResult(invocation.limits.apply(str(fault)), fault=fault.fault)
     except Exception as raised:  # noqa: BLE001 - what user code raises is told to the model, unless it is a bug
-        own = _unwrapped(raised)
-        return _raised(invocation, UserError.of(own), _message(own))
-    if result.fault is None:
+        result, error = _told(raised, invocation.limits)
+    if error is not None:
+        _attribute(tool, error)
+    elif result.fault is None:
         count_tool_call(_log, tool.name, None)
     if result.reward is not None and not math.isfinite(result.reward):
         message = f"tool {tool.name!r} gave the reward {result.reward}, which is no finite number"
@@ -124,22 +127,26 @@ async def _outcome(invocation: Invocation) -> ToolResult:
     return result
 
 
-def _raised(invocation: Invocation, error: UserError, message: str) -> ToolResult:
-    """The observation that an exception of the tool becomes; or an `InfraError`, where it is our fault."""
-    tool = invocation.tool
+def _told(raised: BaseException, limits: OutputLimits) -> tuple[ToolResult, UserError | None]:
+    """What the model reads of an exception, and the error as data where it may be a mistake in the tool."""
+    if isinstance(raised, ToolFault):
+        return ToolResult(limits.apply(str(raised)), fault=raised.fault), None
+    own = _unwrapped(raised)
+    return ToolResult(limits.apply(_message(own)), fault=Fault.TOOL_RAISED), UserError.of(own)
+
+
+def _attribute(tool: Tool, error: UserError) -> None:
+    """Raise `InfraError` where an exception of the tool is our fault; log one that may be a mistake in it."""
     if tool.on_error == "failure" or (tool.on_error == "auto" and error.is_bug):
         log_once(_log, f"the tool {tool.name!r}", error)
         raise InfraError(Boundary.TOOL, str(error), retriable=not error.is_bug, kind=error.kind)
     if tool.on_error == "auto" and error.is_suspect:
         log_once(_log, f"the tool {tool.name!r}", error)
         count_tool_call(_log, tool.name, error)
-    return ToolResult(invocation.limits.apply(message), fault=Fault.TOOL_RAISED)
 
 
 def _performed(invocation: Invocation) -> Coroutine[Any, Any, ToolResult]:
     function = partial(invocation.function, *invocation.args, **invocation.kwargs)
-    if invocation.tool.process:
-        return _in_process(invocation, function)
     if inspect.iscoroutinefunction(invocation.function):
         return _on_loop(function, invocation.limits, invocation.tool.timeout)
     given = (*invocation.args, *invocation.kwargs.values())
@@ -147,25 +154,30 @@ def _performed(invocation: Invocation) -> Coroutine[Any, Any, ToolResult]:
     return _in_thread(function, invocation.limits, invocation.tool.timeout, threads)
 
 
-async def _in_process(invocation: Invocation, function: Callable[[], Any]) -> ToolResult:
+async def _in_process(invocation: Invocation) -> tuple[ToolResult, UserError | None]:
+    function = partial(invocation.function, *invocation.args, **invocation.kwargs)
     # The limit in tokens needs the caller's tokenizer, so a worker cuts by characters only.
     limits = replace(invocation.limits, encode=None)
-    result, failure = await shared_processes().run(
+    outcome = await shared_processes().run(
         run_in_worker, function, limits, timeout=invocation.tool.timeout
     )
-    if isinstance(failure, UserError):
-        assert result is not None
-        return _raised(invocation, failure, result.content)
-    if failure is not None:
-        boundary, message, retriable = failure
-        raise InfraError(Boundary(boundary), message, retriable=retriable)
-    assert result is not None
-    return replace(result, content=invocation.limits.apply(result.content))
+    if isinstance(outcome, WorkerFailure):
+        raise InfraError(Boundary(outcome.boundary), outcome.message, retriable=outcome.retriable)
+    result, error = outcome
+    return replace(result, content=invocation.limits.apply(result.content)), error
+
+
+class WorkerFailure(NamedTuple):
+    """An infrastructure failure as data, which crosses from a worker process."""
+
+    boundary: str
+    message: str
+    retriable: bool
 
 
 def run_in_worker(
     function: Callable[[], Any], limits: OutputLimits
-) -> tuple[ToolResult | None, UserError | tuple[str, str, bool] | None]:
+) -> tuple[ToolResult, UserError | None] | WorkerFailure:
     """In the worker process: call and render, so that neither a huge result nor an odd one travels."""
     try:
         value = function()
@@ -173,15 +185,11 @@ def run_in_worker(
             value = asyncio.run(value)
         return _rendered(value, limits), None
     except InfraError as error:
-        return None, (error.boundary.value, str(error), error.retriable)
+        return WorkerFailure(error.boundary.value, str(error), error.retriable)
     except ConnectionError as error:
-        return None, (Boundary.TOOL.value, _message(error), True)
-    except ToolFault as fault:
-        return ToolResult(limits.apply(str(fault)), fault=fault.fault), None
-    except BaseException as raised:  # noqa: BLE001 - the caller decides whose it is
-        own = _unwrapped(raised)
-        told = ToolResult(limits.apply(_message(own)), fault=Fault.TOOL_RAISED)
-        return told, UserError.of(own)
+        return WorkerFailure(Boundary.TOOL.value, _message(error), True)
+    except BaseException as raised:  # noqa: BLE001 - the caller decides whose fault it is
+        return _told(raised, limits)
 
 
 async def _in_thread(

@@ -1,7 +1,7 @@
-"""Do arguments fit a tool's JSON Schema? A check that is safe with schemas that nobody here wrote.
+"""Do arguments fit a tool's JSON Schema? A check that is safe with schemas from strangers.
 
 It knows the keywords that tools use and ignores the rest, of which the server is the judge: `pattern` and
-`format` above all, since a regular expression of a stranger can take for ever. References are followed
+`format` above all, since matching a hostile regular expression may never end. References are followed
 inside the schema only. The work is bounded: where a schema makes it explode, the check ends, and again the
 server decides.
 """
@@ -116,7 +116,7 @@ def referenced(root: Mapping[str, Any], reference: str) -> Any:
 
 
 def _own_problem(schema: Mapping[str, Any], value: Any) -> str:
-    """What is wrong with a value by itself."""
+    """What is wrong with a value, its members left out."""
     if "const" in schema and not _equal(value, schema["const"]):
         return f"expected {json.dumps(schema['const'])[:100]}"
     options = schema.get("enum")

@@ -247,7 +247,7 @@ def parse_docstring(text: str | None) -> Documentation:
 
 
 def tidy(schema: Json) -> Json:
-    """The same schema without titles, with references inlined unless they are recursive."""
+    """A schema without titles, with references inlined unless they are recursive."""
     definitions: dict[str, Json] = schema.get("$defs", {})
     recursive = {name for name in definitions if name in _reachable(name, definitions)}
     inline = {name: body for name, body in definitions.items() if name not in recursive}

@@ -44,13 +44,13 @@ class Tool:
     max_chars: int = 20_000
     """Characters of a result; the middle of a longer one is left out."""
     max_tokens: int | None = None
-    """The same in tokens, where the tool set knows the tokenizer. Each observation has a budget besides."""
+    """Tokens of a result, where the tool set knows the tokenizer. Each observation has a budget besides."""
     process: bool = False
     """Run in a worker process that is killed at the deadline; the function must be importable."""
     retries: int = 2
     """How often a call is retried after an infrastructure failure: a lost connection or worker."""
     on_timeout: Literal["fault", "failure"] = "fault"
-    """Whether a timeout is the model's fault, which it reads, or a failure of ours, which is retried."""
+    """Whether a timeout is the model's fault, which it reads, or our failure, which is retried."""
     on_error: Literal["auto", "fault", "failure"] = "auto"
     """Whether an exception is the model's fault, an infrastructure failure, or judged by its kind ("auto")."""
     env: type | None = None

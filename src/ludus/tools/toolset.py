@@ -123,7 +123,7 @@ class CombinedTools:
 
     @property
     def deterministic(self) -> bool:
-        return all(getattr(one, "deterministic", False) for one in self._sets)
+        return all(map(is_deterministic, self._sets))
 
     async def snapshot(self, context: ToolContext) -> Any:
         """The states of all sets; `CannotFork` where one cannot tell."""
@@ -139,6 +139,54 @@ class CombinedTools:
             await shut(one)
 
 
+# What a tool set may have besides the four methods of `ToolSet`, and how it is asked where it has not
+
+
+@runtime_checkable
+class ChangingTools(Protocol):
+    """A tool set that says whether its list may be another one than the episode was last told."""
+
+    async def changed(self, context: ToolContext) -> bool: ...
+
+
+@runtime_checkable
+class ForkingTools(Protocol):
+    """A tool set that can bring another episode to the state that an episode has now."""
+
+    async def snapshot(self, context: ToolContext) -> Any: ...
+
+    async def restore(self, state: Any, context: ToolContext) -> None: ...
+
+
+@runtime_checkable
+class DeterministicTools(Protocol):
+    """A tool set that says whether the same calls give the same results."""
+
+    @property
+    def deterministic(self) -> bool: ...
+
+
+@runtime_checkable
+class ToolsWithEffects(Protocol):
+    """A tool set that names those of its tools, as last listed, which may change what outlives the run."""
+
+    def effects(self) -> frozenset[str]: ...
+
+
+@runtime_checkable
+class ReadOnlyTools(Protocol):
+    """A tool set that names those of its tools, as last listed, which change nothing."""
+
+    def read_only(self) -> frozenset[str]: ...
+
+
+@runtime_checkable
+class ClosingTools(Protocol):
+    """A tool set that holds something for all episodes together."""
+
+    async def aclose(self) -> None: ...
+
+
 @runtime_checkable
 class WrappedTools(Protocol):
     """A tool set around another one, which may be missing."""
@@ -146,30 +194,43 @@ class WrappedTools(Protocol):
     inner: ToolSet | None
 
 
-def effects_of(tools: ToolSet) -> frozenset[str]:
-    """Tools as last listed that a check must not try unasked: a set of somebody else's knows (`effects()`)."""
-    told = getattr(tools, "effects", None)
-    return frozenset() if told is None else frozenset(told())
+async def tools_changed(tools: ToolSet, context: ToolContext) -> bool:
+    """Whether the list may have changed; most sets never change."""
+    return isinstance(tools, ChangingTools) and bool(await tools.changed(context))
 
 
 async def snapshot_tools(tools: ToolSet, context: ToolContext) -> Any:
-    """The state of a tool set in an episode, where it can tell (`snapshot(context)`); else `CannotFork`."""
-    take = getattr(tools, "snapshot", None)
-    if take is None:
+    """The state of a tool set in an episode; `CannotFork` where it cannot tell."""
+    if not isinstance(tools, ForkingTools):
         raise CannotFork("it has no snapshot", f"the tool set {type(tools).__name__}")
-    return await take(context)
+    return await tools.snapshot(context)
 
 
 async def restore_tools(tools: ToolSet, state: Any, context: ToolContext) -> None:
-    """Bring a tool set that has been opened for another episode to that state."""
-    restoring: Any = tools
-    await restoring.restore(state, context)
+    """Bring a tool set that has been opened for another episode to a state that it gave."""
+    assert isinstance(tools, ForkingTools)
+    await tools.restore(state, context)
 
 
-async def tools_changed(tools: ToolSet, context: ToolContext) -> bool:
-    """Whether a tool set says that its list may have changed (`changed(context)`); most never change."""
-    asked = getattr(tools, "changed", None)
-    return asked is not None and bool(await asked(context))
+def is_deterministic(tools: ToolSet) -> bool:
+    """Whether a branch may make recorded calls again and expect the same results."""
+    return isinstance(tools, DeterministicTools) and bool(tools.deterministic)
+
+
+def effects_of(tools: ToolSet) -> frozenset[str]:
+    """Tools that a check must not try unasked."""
+    return frozenset(tools.effects()) if isinstance(tools, ToolsWithEffects) else frozenset()
+
+
+def read_only_of(tools: ToolSet) -> frozenset[str]:
+    """Tools that say of themselves that they change nothing."""
+    return frozenset(tools.read_only()) if isinstance(tools, ReadOnlyTools) else frozenset()
+
+
+async def shut(tools: ToolSet) -> None:
+    """Release what a tool set holds for all episodes together, where it holds anything."""
+    if isinstance(tools, ClosingTools):
+        await tools.aclose()
 
 
 def changed_tools(before: Sequence[ToolSpec], now: Sequence[ToolSpec]) -> str:
@@ -181,13 +242,6 @@ def changed_tools(before: Sequence[ToolSpec], now: Sequence[ToolSpec]) -> str:
             told = json.dumps(spec.as_openai()["function"], ensure_ascii=False)
             lines.append(f"- {'changed' if name in old else 'new'}: {told}")
     return "\n".join(["The tools have changed:", *lines]) if lines else ""
-
-
-async def shut(tools: ToolSet) -> None:
-    """Release what a tool set holds for all episodes together, where it holds anything (`aclose`)."""
-    closing = getattr(tools, "aclose", None)
-    if closing is not None:
-        await closing()
 
 
 async def _close_each(sets: Sequence[ToolSet], context: ToolContext) -> None:

@@ -1,4 +1,4 @@
-"""The version of a tool: a digest of its schema and, where it is code of ours, of its source and settings.
+"""The version of a tool: a digest of its schema and, where it is a local tool, of its source and settings.
 
 What was learned, recorded or stored with one version of a tool need not hold for another. An edit of the
 function, even of a comment, is a new version, and so is another content of a file that a setting names: a

@@ -123,7 +123,7 @@ def _found(spec: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _kit_options(kit: Toolkit, options: dict[str, Any], spec: Any) -> Config:
-    """The options as the kit takes them; whoever gave a name alone learns where options go."""
+    """The options as the kit takes them. The error for a bare name says where options go."""
     try:
         return kit.options.parse(options, f"the tool {_name(spec)!r}")
     except ConfigError as error:

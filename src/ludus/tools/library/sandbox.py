@@ -203,7 +203,7 @@ class SandboxTool(Tool):
     """A tool that works in the episode's session. The sandbox has the deadlines, so there are none here.
 
     What comes from a session is untrusted. Where it makes one of these tools raise, that is the model's fault:
-    as a failure of ours it would leave the episode unscored, and a policy could learn to cause it.
+    as an infrastructure failure it would leave the episode unscored, and a policy could learn to cause it.
     """
 
     timeout = None

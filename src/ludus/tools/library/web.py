@@ -4,9 +4,9 @@ Whose fault is what. A search that fails is ours: it is retried, and then ends t
 that cannot be read is something to tell the model, which chose its address. Wrap both in a recording
 (`agent.record`) to pay for a query once and to repeat a run offline.
 
-What a model asks for must not reach into the network of whoever trains it. `visit` looks at the address of
-every socket before it connects, so neither a name that resolves to a private address nor a redirect gets
-through."""
+What a model asks for must not reach into the local network. `visit` looks at the address of every socket
+before it connects, so neither a name that resolves to a private address nor a redirect gets through.
+"""
 
 from __future__ import annotations
 
@@ -323,7 +323,7 @@ _NOT_PUBLIC = "is not a public address"
 
 
 def is_public(address: IPv4Address | IPv6Address) -> bool:
-    """Whether an address is on the internet, and not in somebody's own network; what it stands for counts."""
+    """Whether an address is on the public internet. An IPv6 address that embeds an IPv4 one counts as that."""
     if isinstance(address, IPv6Address):
         inner = address.ipv4_mapped or address.sixtofour
         if address.packed[:12] in (

@@ -138,7 +138,7 @@ def schema_problem(schema: Any) -> str:
 
 
 def plain_schema(schema: Mapping[str, Any]) -> Json:
-    """The schema as tools of ours have it: an object with properties, none of them a bare true or false."""
+    """The schema in the form that local tools have: an object with properties, none a bare true or false."""
     properties = {
         str(name): one if isinstance(one, dict) else {}
         for name, one in schema.get("properties", {}).items()

@@ -27,9 +27,9 @@ from pydantic import ValidationError
 from ludus.core.failures import Boundary, ConfigError, InfraError
 from ludus.tools.mcp.catalog import ToolCatalog, make_catalog
 from ludus.tools.mcp.config import MCPServerConfig
-from ludus.tools.mcp.http import LARGER, HttpStatus, http_transport
-from ludus.tools.mcp.long_results import with_short_results
-from ludus.tools.mcp.stdio import NO_JSON_RPC, ServerProcess, stdio_transport
+from ludus.tools.mcp.http import LARGER, HttpServer
+from ludus.tools.mcp.results import with_short_results
+from ludus.tools.mcp.stdio import NO_JSON_RPC, ServerProcess
 
 _log = logging.getLogger(__name__)
 
@@ -73,8 +73,7 @@ class MCPConnection:
 
     def __init__(self, config: MCPServerConfig) -> None:
         self.config = config
-        self._process = None if config.is_http else ServerProcess(config)
-        self._http = HttpStatus()
+        self._server = _server_of(config)
         self._ready = asyncio.Event()
         self._closing = asyncio.Event()
         self._owner: asyncio.Task[None] | None = None
@@ -86,9 +85,8 @@ class MCPConnection:
 
     @property
     def is_alive(self) -> bool:
-        has_output = self._process is None or not self._process.ended.is_set()
-        is_owned = self._owner is not None and not self._owner.done()
-        return self._session is not None and has_output and is_owned and not self._closing.is_set()
+        is_over = self._server.ended.is_set() or self._closing.is_set()
+        return self._session is not None and not is_over
 
     @property
     def catalog(self) -> ToolCatalog | None:
@@ -126,23 +124,17 @@ class MCPConnection:
             raise
 
     async def _begin(self, mode: str) -> None:
-        self._error = None
+        """Start the client's task; return when it is ready, or has failed."""
+        self._error, self._server = None, _server_of(self.config)
         self._ready.clear()
-        if self._process is not None:
-            self._process = ServerProcess(self.config)
         self._owner = asyncio.create_task(self._own(mode), name=f"mcp {self.config.label}")
-        ready = asyncio.create_task(self._ready.wait())
-        try:
-            await asyncio.wait((ready, self._owner), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            ready.cancel()
+        self._owner.add_done_callback(lambda _: self._ready.set())
+        await self._ready.wait()
 
     async def _own(self, mode: str) -> None:
         """Enter the client, and stay until told to leave or until the server ends."""
-        config, process = self.config, self._process
-        transport = http_transport(config, self._http) if process is None else stdio_transport(process)
         client = Client(
-            with_short_results(transport),
+            with_short_results(self._server.streams()),
             mode=mode,
             cache=None,
             message_handler=self._heard,
@@ -152,10 +144,9 @@ class MCPConnection:
             async with client:
                 self._session = client.session
                 self._ready.set()
-                ends: list[Awaitable[object]] = [self._closing.wait()]
-                if process is not None:
-                    ends.append(process.ended.wait())
-                waiting = [asyncio.ensure_future(one) for one in ends]
+                waiting = [
+                    asyncio.create_task(one.wait()) for one in (self._closing, self._server.ended)
+                ]
                 try:
                     await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 finally:
@@ -198,7 +189,7 @@ class MCPConnection:
                 raise self._nonsense(what, " ".join(error.message.split())[:_MOST_SHOWN]) from error
             if error.code == CONNECTION_CLOSED and "exceeded the" not in error.message:
                 raise await self._died(what) from error
-            if self._process is None and error.message in _HTTP_ENDED:
+            if self.config.is_http and error.message in _HTTP_ENDED:
                 await self.close()
                 raise self._gone(what) from error
             raise ServerRefusal(error.code, error.message) from error
@@ -208,7 +199,7 @@ class MCPConnection:
     def _is_unreadable(self, said: str) -> bool:
         """Whether the transport could not read the answer; that one is too large is for the model to know."""
         is_large = LARGER in said or "byte limit" in said
-        return self._process is None and said.startswith(_HTTP_UNREADABLE) and not is_large
+        return self.config.is_http and said.startswith(_HTTP_UNREADABLE) and not is_large
 
     def _nonsense(self, what: str, shown: str) -> ServerGone:
         label = self.config.label
@@ -232,10 +223,10 @@ class MCPConnection:
 
     async def _died(self, what: str) -> ServerGone:
         """That the server ended during a request; how, is known a moment later."""
-        if self._process is not None:
+        if not self.config.is_http:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_PROBE_SECONDS):
-                    await self._process.ended.wait()
+                    await self._server.ended.wait()
         await self.close()
         return self._gone(what)
 
@@ -249,12 +240,12 @@ class MCPConnection:
     def _not_started(self, why: str) -> InfraError | ConfigError:
         words = "; ".join(one for one in (why, self._last_words()) if one)
         text = f"the MCP server {self.config.label!r} did not start: {words or 'for no known reason'}"
-        if self._process is not None and self._process.could_not_run:
+        if self._server.could_not_run:
             return ConfigError(f"{text}. Install it, or name the command in full")
         return ServerGone(text, "NotStarted")
 
     def _last_words(self) -> str:
-        told = self._process.last_words() if self._process is not None else self._http.last_words()
+        told = self._server.last_words()
         error = self._error
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
@@ -323,6 +314,10 @@ class MCPConnection:
             await asyncio.wait((owner,), timeout=_CLOSE_SECONDS)
         if owner.done() and not owner.cancelled() and owner.exception() is not None:
             _log.debug("closing %s: %r", self.config.label, owner.exception())
+
+
+def _server_of(config: MCPServerConfig) -> ServerProcess | HttpServer:
+    return HttpServer(config) if config.is_http else ServerProcess(config)
 
 
 def _wants_discovery(error: BaseException | None) -> bool:

@@ -43,7 +43,7 @@ def _children() -> list[int]:
 
 
 def _kill_all() -> None:
-    """Kill until nobody is left: who is killed leaves its own children to us."""
+    """Kill until no process is left. The children of a killed process become ours."""
     while True:
         for pid in _children():
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import zlib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -17,33 +18,38 @@ _PIECE = 65_536
 LARGER = "larger than max_message_bytes"
 
 
-class HttpStatus:
-    """What the server last said in HTTP's own words, which JSON-RPC errors leave out."""
+class HttpServer:
+    """A server behind an address. Keeps what HTTP itself said last, which JSON-RPC errors leave out."""
 
-    def __init__(self) -> None:
+    could_not_run = False
+
+    def __init__(self, config: MCPServerConfig) -> None:
+        self.config = config
+        self.ended = asyncio.Event()
+        """Never set: an address is asked, and has no end that could be seen."""
         self.refusal = ""
         self.problem = ""
 
     def last_words(self) -> str:
         return self.refusal or self.problem
 
-
-@asynccontextmanager
-async def http_transport(config: MCPServerConfig, status: HttpStatus) -> AsyncIterator[Any]:
-    """The server's streams, as the SDK's client takes them."""
-    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=config.concurrency)
-    # a call's own deadline ends it; a response may be silent for as long
-    timeout = httpx2.Timeout(_CONNECT_SECONDS, read=None)
-    transport = _BoundedTransport(config.max_message_bytes, status, limits)
-    headers = {**config.http_headers(), "Accept-Encoding": "gzip"}
-    client = httpx2.AsyncClient(headers=headers, timeout=timeout, transport=transport)
-    async with (
-        client,
-        streamable_http_client(
-            config.mcp, http_client=client, max_sse_event_size=config.max_message_bytes
-        ) as streams,
-    ):
-        yield streams
+    @asynccontextmanager
+    async def streams(self) -> AsyncIterator[Any]:
+        """The server's streams, as the SDK's client takes them."""
+        config = self.config
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=config.concurrency)
+        # a call's own deadline ends it; a response may be silent for as long
+        timeout = httpx2.Timeout(_CONNECT_SECONDS, read=None)
+        transport = _BoundedTransport(self, limits)
+        headers = {**config.http_headers(), "Accept-Encoding": "gzip"}
+        client = httpx2.AsyncClient(headers=headers, timeout=timeout, transport=transport)
+        async with (
+            client,
+            streamable_http_client(
+                config.mcp, http_client=client, max_sse_event_size=config.max_message_bytes
+            ) as streams,
+        ):
+            yield streams
 
 
 class _BoundedTransport(httpx2.AsyncHTTPTransport):
@@ -52,23 +58,23 @@ class _BoundedTransport(httpx2.AsyncHTTPTransport):
     A stream of events has no end that could be counted to: the SDK bounds each event.
     """
 
-    def __init__(self, most: int, status: HttpStatus, limits: httpx2.Limits) -> None:
+    def __init__(self, server: HttpServer, limits: httpx2.Limits) -> None:
         super().__init__(limits=limits)
-        self._most, self._status = most, status
+        self._server = server
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         try:
             response = await super().handle_async_request(request)
         except httpx2.TransportError as error:
-            self._status.problem = f"{type(error).__name__}: {error}"
+            self._server.problem = f"{type(error).__name__}: {error}"
             raise
-        self._status.problem = ""
+        self._server.problem = ""
         is_refused = response.status_code >= 400 and request.method == "POST"
-        self._status.refusal = f"HTTP status {response.status_code}" if is_refused else ""
+        self._server.refusal = f"HTTP status {response.status_code}" if is_refused else ""
         is_endless = response.headers.get("content-type", "").startswith("text/event-stream")
         packing = response.headers.pop("content-encoding", "identity").lower()
         assert isinstance(response.stream, httpx2.AsyncByteStream)
-        most = None if is_endless else self._most
+        most = None if is_endless else self._server.config.max_message_bytes
         response.stream = _BoundedStream(response.stream, most, packing)
         return response
 

@@ -13,6 +13,7 @@ has the guardian kill everything below it.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -56,11 +57,11 @@ _KEPT = 256
 
 
 class ServerProcess:
-    """What is known of a server's process, while it runs and after."""
+    """A server that a command starts, and what is known of its process, while it runs and after."""
 
     def __init__(self, config: MCPServerConfig) -> None:
         self.config = config
-        self.ended = anyio.Event()
+        self.ended = asyncio.Event()
         """Set when its output has ended: it is dead, or as good as."""
         self.stray_lines = 0
         """Lines on its standard output that are no JSON-RPC."""
@@ -102,33 +103,39 @@ class ServerProcess:
                 self.first_stray,
             )
 
-
-@asynccontextmanager
-async def stdio_transport(known: ServerProcess) -> AsyncIterator[Any]:
-    """The server's streams, as the SDK's client takes them; `known` is told of what happens."""
-    config = known.config
-    async with _working_folder(config) as folder:
-        files = folder or ""
-        process = await anyio.open_process(
-            [sys.executable, "-I", "-S", guardian.__file__, str(os.getpid()), *config.command(files)],
-            env=get_default_environment() | config.variables(files),
-            cwd=folder,
-            start_new_session=True,
-        )
-        to_session, from_server = anyio.create_memory_object_stream[SessionMessage | Exception](0)
-        to_server, from_session = anyio.create_memory_object_stream[SessionMessage](0)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_read, process, known, to_session)
-            tasks.start_soon(_write, process, from_session)
-            tasks.start_soon(_read_stderr, process, known)
-            try:
-                yield from_server, to_server
-            finally:
-                with anyio.CancelScope(shield=True):
-                    await _stop(process, known)
-                tasks.cancel_scope.cancel()
-                for stream in (to_session, from_server, to_server, from_session):
-                    stream.close()
+    @asynccontextmanager
+    async def streams(self) -> AsyncIterator[Any]:
+        """The server's streams, as the SDK's client takes them."""
+        config = self.config
+        async with _working_folder(config) as folder:
+            files = folder or ""
+            process = await anyio.open_process(
+                [
+                    sys.executable,
+                    "-I",
+                    "-S",
+                    guardian.__file__,
+                    str(os.getpid()),
+                    *config.command(files),
+                ],
+                env=get_default_environment() | config.variables(files),
+                cwd=folder,
+                start_new_session=True,
+            )
+            to_session, from_server = anyio.create_memory_object_stream[SessionMessage | Exception](0)
+            to_server, from_session = anyio.create_memory_object_stream[SessionMessage](0)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(_read, process, self, to_session)
+                tasks.start_soon(_write, process, from_session)
+                tasks.start_soon(_read_stderr, process, self)
+                try:
+                    yield from_server, to_server
+                finally:
+                    with anyio.CancelScope(shield=True):
+                        await _stop(process, self)
+                    tasks.cancel_scope.cancel()
+                    for stream in (to_session, from_server, to_server, from_session):
+                        stream.close()
 
 
 @asynccontextmanager

@@ -33,9 +33,8 @@ from ludus.tools.json_schema import argument_problems
 from ludus.tools.mcp.catalog import OfferedTool, ToolCatalog
 from ludus.tools.mcp.config import MCPServerConfig
 from ludus.tools.mcp.connection import NONSENSE, MCPConnection, ServerGone, ServerRefusal, SlowCall
-from ludus.tools.mcp.extras import ExtraTool, extra_tools
 from ludus.tools.mcp.http import LARGER
-from ludus.tools.mcp.results import result_of_call
+from ludus.tools.mcp.results import ExtraTool, extra_tools, result_of_call
 from ludus.tools.mcp.stdio import TOO_LARGE
 from ludus.tools.remote_http import unsendable
 from ludus.tools.tool import Limiter

@@ -1,7 +1,7 @@
 """What a recording holds: results of calls and lists of tools, between typed values and a store of bytes.
 
 A record is JSON, media as base64, compressed where it is long. It is never pickle: a recording may come from
-somebody else.
+a stranger.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Mode(StrEnum):
     RECORD = "record"
     """Call, and write; a record that is there already is replaced."""
     REPLAY = "replay"
-    """Never call; what is not recorded is a failure of ours."""
+    """Never call; what is not recorded is an infrastructure failure."""
     REPLAY_OR_CALL = "replay_or_call"
     """Replay what is recorded; call and write the rest."""
 
@@ -65,7 +65,7 @@ class Scope(StrEnum):
     TASK = "task"
     """All attempts at a task, as long as their histories agree."""
     EPISODE = "episode"
-    """Nobody: each attempt has records of its own, as tools with random results need."""
+    """None are shared: each attempt has its own, as tools with random results need."""
 
 
 def chosen(kind: type[Choice], value: str, option: str) -> Choice:

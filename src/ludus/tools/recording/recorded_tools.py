@@ -166,7 +166,7 @@ class RecordedTools:
         return [spec for spec, _ in specs]
 
     async def call(self, call: ToolCall, context: ToolContext) -> ToolResult:
-        """The recorded result or the real one, by the mode. Failures of ours are never recorded."""
+        """The recorded result or the real one, by the mode. Infrastructure failures are never recorded."""
         if call.fault is not None:
             return malformed(call)
         state = self._episodes.get(context.episode)

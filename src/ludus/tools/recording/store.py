@@ -14,7 +14,7 @@ from ludus.tools.recording.keys import Label
 
 
 class RecordingStoreError(InfraError):
-    """The store could not be read or written: a failure of ours."""
+    """The store could not be read or written: an infrastructure failure."""
 
     def __init__(self, message: str, *, retriable: bool = True) -> None:
         super().__init__(Boundary.TOOL, message, retriable=retriable)
