@@ -15,7 +15,7 @@ from ludus.core import ConfigError, Fault, Media, Task, ToolContext, ToolResult,
 from ludus.tools import Tool, tool
 from ludus.tools.recording import label_of
 from ludus.tools.recording.keys import next_history, result_digest, root_history
-from ludus.tools.recording.lookup import (
+from ludus.tools.recording.records import (
     BadRecord,
     decode_result,
     decode_specs,

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ludus.core.failures import Fault, ToolFault
-from ludus.tools.calling import clean
+from ludus.tools.results import clean
 from ludus.tools.signature import Signature, at_path, describe
 
 Path = tuple[str | int, ...]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
-from typing import Any, Protocol, runtime_checkable
+from functools import lru_cache
+from typing import Any, Protocol, cast, runtime_checkable
 
 from ludus.core.failures import CannotFork, ConfigError, Fault
 from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSet, ToolSpec
-from ludus.tools.calling import Encode, OutputLimits
+from ludus.tools.results import Encode, OutputLimits
 from ludus.tools.tool import Tool, tool
 
 _MOST_CHARS = 2_000
@@ -196,7 +197,13 @@ class WrappedTools(Protocol):
 
 async def tools_changed(tools: ToolSet, context: ToolContext) -> bool:
     """Whether the list may have changed; most sets never change."""
-    return isinstance(tools, ChangingTools) and bool(await tools.changed(context))
+    return _may_change(type(tools)) and bool(await cast(ChangingTools, tools).changed(context))
+
+
+@lru_cache(maxsize=1_000)
+def _may_change(kind: type[ToolSet]) -> bool:
+    """Asked once for each class: every turn of every episode asks, and looking at a protocol is slow."""
+    return issubclass(kind, ChangingTools)
 
 
 async def snapshot_tools(tools: ToolSet, context: ToolContext) -> Any:

@@ -13,8 +13,8 @@ from typing import Any
 
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Json, ToolSpec
-from ludus.tools.calling import clean, cut
 from ludus.tools.mcp.config import MCPServerConfig
+from ludus.tools.results import clean, cut
 
 _log = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ from mcp.shared.message import SessionMessage
 
 from ludus.core.failures import Fault
 from ludus.core.messages import Json, Media, ToolResult, ToolSpec
-from ludus.tools.calling import OutputLimits, text_of
 from ludus.tools.json_schema import argument_problems
 from ludus.tools.mcp.config import MCPServerConfig
+from ludus.tools.results import OutputLimits, text_of
 
 _log = logging.getLogger(__name__)
 

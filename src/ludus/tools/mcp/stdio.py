@@ -275,9 +275,10 @@ class LineSplitter:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._parts: list[bytes] = []
-        self._size = 0
-        self._head = self._tail = b""
+        self._start()
+
+    def _start(self) -> None:
+        self._line, self._tail, self._size = bytearray(), b"", 0
 
     def feed(self, data: bytes) -> list[bytes | LongLine]:
         """The lines that `data` completes."""
@@ -285,26 +286,19 @@ class LineSplitter:
         lines: list[bytes | LongLine] = []
         for piece in ended:
             self._add(piece)
-            lines.append(self._take())
+            lines.append(self._ended())
         self._add(rest)
         return lines
 
     def _add(self, piece: bytes) -> None:
         self._size += len(piece)
-        if self._size <= self._limit:
-            self._parts.append(piece)
-            return
-        if self._parts:
-            whole = b"".join(self._parts)
-            self._head, self._tail, self._parts = whole[:_KEPT], whole[-_KEPT:], []
-        self._head = (self._head + piece)[:_KEPT] if len(self._head) < _KEPT else self._head
+        self._line += piece[: self._limit - len(self._line)]
         self._tail = (self._tail + piece[-_KEPT:])[-_KEPT:]
 
-    def _take(self) -> bytes | LongLine:
-        size, head, tail = self._size, self._head, self._tail
-        line = b"".join(self._parts)
-        self._parts, self._size, self._head, self._tail = [], 0, b"", b""
+    def _ended(self) -> bytes | LongLine:
+        line, tail, size = bytes(self._line), self._tail, self._size
+        self._start()
         if size <= self._limit:
             return line
-        found = _ID_FIRST.search(head) or _ID_LAST.search(tail)
+        found = _ID_FIRST.search(line[:_KEPT]) or _ID_LAST.search(tail)
         return LongLine(size, int(found[1]) if found else None)

@@ -28,7 +28,6 @@ from mcp_types import INVALID_PARAMS
 
 from ludus.core.failures import ConfigError, Fault, InfraError
 from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult, ToolSpec
-from ludus.tools.calling import OutputLimits, clean
 from ludus.tools.json_schema import argument_problems
 from ludus.tools.mcp.catalog import OfferedTool, ToolCatalog
 from ludus.tools.mcp.config import MCPServerConfig
@@ -37,6 +36,7 @@ from ludus.tools.mcp.http import LARGER
 from ludus.tools.mcp.results import ExtraTool, extra_tools, result_of_call
 from ludus.tools.mcp.stdio import TOO_LARGE
 from ludus.tools.remote_http import unsendable
+from ludus.tools.results import OutputLimits, clean
 from ludus.tools.tool import Limiter
 from ludus.tools.toolset import malformed, unknown_tool
 

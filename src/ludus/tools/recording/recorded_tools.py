@@ -34,7 +34,7 @@ from ludus.tools.recording.keys import (
     result_digest,
     root_history,
 )
-from ludus.tools.recording.lookup import (
+from ludus.tools.recording.records import (
     Mode,
     OnDivergence,
     RecordingStats,
