@@ -26,7 +26,7 @@ from ludus.chat import Renderer, load_format
 from ludus.core import ByteTokenizer, Message, Task, ToolCall, Trajectory
 from ludus.core.messages import ToolResult
 from ludus.engine import FakeEngine
-from ludus.envs import Env, EnvPool, sql, tools_of
+from ludus.envs import Env, EnvPool, tools_of
 from ludus.llm.embeddings import HashedWords, load_embedder
 from ludus.rewards import Scorer, reward
 from ludus.rollouts import Budgets, Rollout
@@ -36,6 +36,7 @@ from ludus.synth.quality.contamination import HeldOut, Senses, asked
 from ludus.synth.quality.pipeline import QualityConfig, QualityPipeline
 from ludus.synth.quality.similarity import DuplicateIndex, shingles, sketch
 from ludus.tools import as_toolset, tool
+from ludus.worlds import sql
 
 HERMES = load_format("hermes")
 CITIES = ("Rome", "Oslo", "Lima", "Cairo", "Quito", "Perth", "Turin", "Hanoi", "Lyon", "Porto")

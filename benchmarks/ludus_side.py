@@ -15,8 +15,8 @@ from safe_job import Job, SafeBox, StepRecord
 
 import ludus
 from ludus.core import Task, ToolCall
-from ludus.envs.safe import expert, training_tasks
 from ludus.training import load_recipe
+from ludus.worlds.safe import expert, training_tasks
 
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "safe.toml"
 

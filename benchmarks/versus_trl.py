@@ -29,9 +29,9 @@ from safe_job import SAMPLE_RESULT, Job, StepRecord
 
 from ludus.chat import Renderer, load_format, load_tokenizer
 from ludus.core import Message, Task, ToolContext
-from ludus.envs.safe import training_tasks
 from ludus.tools import LocalTools
 from ludus.training import items_of_step, load_recipe
+from ludus.worlds.safe import training_tasks
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent

@@ -19,7 +19,7 @@ LEVELS = {
     "chat": 2, "sandbox": 2, "algos": 2, "observe": 2, "kernels": 2, "llm": 2,
     "tools": 3, "rewards": 3, "model": 3,
     "envs": 4, "engine": 4,
-    "rollouts": 5,
+    "rollouts": 5, "worlds": 5,
     "training": 6, "synth": 6, "serve": 6, "dist": 6,
     "viewer": 7, "cli": 7,
 }  # fmt: skip

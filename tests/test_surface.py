@@ -225,7 +225,7 @@ COMMANDS = {
     "check recipe broken.toml": "unknown key; did you mean 'steps'?",
     "train missing.toml": "missing.jsonl ('missing.jsonl' in the working directory; a path",
     "check recipe missing.toml rl.kl=0.1": "missing.jsonl ('missing.jsonl' in the working directory; a path",
-    "check env ludus.envs.safe:Safe": "give tasks of its own: --tasks",
+    "check env ludus.worlds.safe:Safe": "give tasks of its own: --tasks",
     "check env safe": "safe: ok",
     "envs": "Open a safe",
     "settings rl.kl": "rl.kl = 0.0    (number, ≥ 0)\n    Weight of the divergence",

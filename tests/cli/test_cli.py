@@ -131,9 +131,9 @@ def test_checks(project: Path) -> None:
     assert '"integer"' in said and "result: 5" in said
     said = ludus("check", "tool", "task.py:add", "--arguments", '{"a": "two"}')
     assert "bad_arguments" in said
-    said = ludus("check", "env", "safe", "--tasks", "ludus.envs.safe:training_tasks")
+    said = ludus("check", "env", "safe", "--tasks", "ludus.worlds.safe:training_tasks")
     assert "safe: ok" in said
-    done = CliRunner().invoke(app, ["check", "env", "ludus.envs.safe:Safe"])
+    done = CliRunner().invoke(app, ["check", "env", "ludus.worlds.safe:Safe"])
     assert done.exit_code == 1 and "give tasks of its own: --tasks" in done.output
 
 

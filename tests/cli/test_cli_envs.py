@@ -185,8 +185,8 @@ def test_an_environment_on_a_server_is_checked_with_its_rewards(project: Path) -
         told = said("check", "env", f"{address}/safe", "--episodes", "2", code=0)
         assert "the server calls it 'safe', like the prebuilt environment" in told
         assert "ok: gold solution: the expert succeeds on 5 of 5 tasks" in told
-        theirs = ("--tasks", "ludus.envs.safe:held_out_tasks", "--expert", "ludus.envs.safe:expert")
-        named = ("--reward", "ludus.envs.safe:opened", "--episodes", "2")
+        theirs = ("--tasks", "ludus.worlds.safe:held_out_tasks", "--expert", "ludus.worlds.safe:expert")
+        named = ("--reward", "ludus.worlds.safe:opened", "--episodes", "2")
         told = said("check", "env", f"{address}/safe", *theirs, *named, code=0)
         assert "ok: gold solution" in told and "prebuilt" not in told
 

@@ -18,12 +18,12 @@ from ludus.core import ConfigError
 from ludus.core.config import read_toml
 from ludus.core.registry import load_reference
 from ludus.core.user_files import decode_user_text, file_problem, json_lines, read_user_text
-from ludus.envs.data import read_rows
 from ludus.rewards.judges.agreement import read_labels
 from ludus.rewards.judges.rubric import load_rubric
 from ludus.rollouts import load_tasks
 from ludus.tools.library.retrieval import read_corpus
 from ludus.training.data.conversations import read_conversations
+from ludus.worlds.data import read_rows
 
 ROW = '{"prompt": "2+2?", "target": "4", "task": "2+2?", "answer": "4", "text": "x", "title": "y"'
 READERS: dict[str, tuple[str, Callable[[str], Any]]] = {

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from odd_env import Dying, Odd, Sleepy, Stillborn, Unwell
 
 from ludus.chat import Renderer, load_format
 from ludus.core import Boundary, ByteTokenizer, ConfigError, Fault, InfraError, Task, ToolCall
@@ -23,6 +22,7 @@ from ludus.envs.isolated import IsolatedEnv
 from ludus.rewards import Scorer, reward
 from ludus.rollouts import Budgets, Rollout
 from ludus.tools import as_toolset, tool
+from odd_env import Dying, Odd, Sleepy, Stillborn, Unwell
 
 TASK = Task.of("Go.", id="t", envs={"odd": {"level": 3}})
 
@@ -248,7 +248,7 @@ async def test_one_that_cannot_begin_is_a_typed_failure(kind: type[Env], text: s
 
 
 def test_a_prebuilt_environment_works_unchanged_in_a_process() -> None:
-    from ludus.envs.safe import expert, held_out_tasks
+    from ludus.worlds.safe import expert, held_out_tasks
 
     async def play() -> bool:
         pool = EnvPool(load_env("safe"), name="safe", size=1, isolation="process")

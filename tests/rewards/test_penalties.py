@@ -278,7 +278,9 @@ async def test_one_unknown_tool_among_calls_is_paid_as_the_others_are() -> None:
     one.actions[0].faulted = ("oracle",)
     assert await Curiosity(min_rate=1.0, max_calls=0).score_group(Group(one.task, [one])) == [-0.05]
     assert (await scored({"reward": "call_penalty"}, one))["call_penalty"] == pytest.approx(-0.05)
-    assert (await scored("ludus.envs.maths:vt_math", one))["vt_math"] == 1.0
+    assert (await scored("ludus.worlds.maths:vt_math", one))["vt_math"] == 1.0
     assert (await scored({"reward": "tool_bonus", "inner": "numeric"}, one))["tool_bonus"] == 1.0
     none = episode(([("oracle", {}, "?")], [Fault.UNKNOWN_TOOL]), target=4, answer="\\boxed{4}")
-    assert made_calls(none) == [] and (await scored("ludus.envs.maths:vt_math", none))["vt_math"] == 0.75
+    assert (
+        made_calls(none) == [] and (await scored("ludus.worlds.maths:vt_math", none))["vt_math"] == 0.75
+    )

@@ -28,10 +28,10 @@ from ludus.core import (
 )
 from ludus.core.registry import load_reference
 from ludus.envs import EnvPool
-from ludus.envs.safe import Safe, expert, held_out_tasks, opened
 from ludus.rollouts import Agent, Demonstrator, Episode
 from ludus.tools import tool
 from ludus.training import trajectory_of
+from ludus.worlds.safe import Safe, expert, held_out_tasks, opened
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "agents.py"
 

@@ -20,8 +20,6 @@ from ludus.core.random import key
 from ludus.core.trajectory import Branch, is_success
 from ludus.envs import WORLDS, EnvPool
 from ludus.envs.env import has_snapshots, reset_env
-from ludus.envs.safe import Safe, found, opened
-from ludus.envs.safe import training_tasks as safe_tasks
 from ludus.observe import read_trajectories, rollout_metrics, write_trajectories
 from ludus.remote.threads import run_sync
 from ludus.rewards import reward
@@ -30,6 +28,8 @@ from ludus.rollouts.tree import Leaf, Point, TreeConfig, choose_points
 from ludus.rollouts.turn_search import selections
 from ludus.tools import as_toolset
 from ludus.tools.library import build_toolset
+from ludus.worlds.safe import Safe, found, opened
+from ludus.worlds.safe import training_tasks as safe_tasks
 
 
 class Shelf(Env):

@@ -33,7 +33,6 @@ from ludus.core.trajectory import Trajectory
 from ludus.engine import FakeEngine
 from ludus.envs import Env, EnvPool, EnvTools, RemoteEnv, load_env, reset_env, step_env, tools_of
 from ludus.envs.pool_config import probe_env
-from ludus.envs.safe import expert, found, held_out_tasks, opened
 from ludus.envs.served import load_served
 from ludus.rewards import Scorer
 from ludus.rollouts import Agent, Budgets, Rollout
@@ -42,6 +41,7 @@ from ludus.tools import as_toolset
 from ludus.tools.hosting import LocalHost
 from ludus.tools.remote import EpisodeLost
 from ludus.tools.toolset import shut
+from ludus.worlds.safe import expert, found, held_out_tasks, opened
 
 ENVS = Path(__file__).parent / "served_envs.py"
 COUNTER = f"{ENVS}:Counter"
@@ -207,7 +207,7 @@ async def test_episodes_are_the_same_token_by_token_and_rewards_read_the_environ
     server: ServerProcess,
 ) -> None:
     tasks, rewards = held_out_tasks()[:6], [opened, found]
-    from ludus.envs.safe import Safe
+    from ludus.worlds.safe import Safe
 
     here, there = [
         await played(rollout({"safe": EnvPool(factory, name="safe", size=3)}, Demonstrator(expert), rewards),

@@ -13,11 +13,11 @@ from ludus.core import ByteTokenizer, Message, Task, ToolCall, Trajectory
 from ludus.core.chat import ChatOptions, ChatReply
 from ludus.engine import FakeEngine
 from ludus.envs import EnvPool
-from ludus.envs.safe import Safe, found, opened
 from ludus.rewards import Scorer
 from ludus.rollouts import Budgets, Rollout
 from ludus.synth import SynthContext, SynthFolder
 from ludus.tools import as_toolset
+from ludus.worlds.safe import Safe, found, opened
 
 HERMES = load_format("hermes")
 Action = str | ToolCall | tuple[str, ToolCall]

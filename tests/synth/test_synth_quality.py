@@ -287,7 +287,7 @@ def test_the_command_replays_with_a_recipe(tmp_path: Path, monkeypatch: pytest.M
     import asyncio
     from dataclasses import replace
 
-    from ludus.envs.safe import held_out_tasks, training_tasks
+    from ludus.worlds.safe import held_out_tasks, training_tasks
 
     tasks = [*training_tasks()[:3], held_out_tasks()[0]]
 

@@ -105,9 +105,9 @@ def test_what_is_no_corpus(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no \.jsonl"):
         SearchTool("wiki")
     with pytest.raises(ConfigError, match="method is one of"):
-        SearchTool("ludus.envs.search.fiction:articles", method="tfidf")  # type: ignore[arg-type]
+        SearchTool("ludus.worlds.search.fiction:articles", method="tfidf")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="needs an embedding model"):
-        SearchTool("ludus.envs.search.fiction:articles", method="hybrid")
+        SearchTool("ludus.worlds.search.fiction:articles", method="hybrid")
 
 
 def bm25_by_hand(rows: list[str], query: list[str]) -> list[float]:

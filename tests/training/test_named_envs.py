@@ -10,12 +10,12 @@ from ludus.chat import load_format
 from ludus.core import ByteTokenizer, ConfigError, Task, ToolCall
 from ludus.engine import FakeEngine
 from ludus.envs import Env
-from ludus.envs.safe import Safe
 from ludus.rewards import Gate, reward
 from ludus.tools import Tool, tool
 from ludus.training import Parts, Recipe, build_rollout, load_parts, task_set_specs
 from ludus.training.preflight import check_parts
 from ludus.training.run_context import build_task_sets, close_task_sets
+from ludus.worlds.safe import Safe
 
 RECIPE = {"model": {"name": "none"}, "budgets": {"max_turns": 3}}
 

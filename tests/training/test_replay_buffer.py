@@ -13,13 +13,13 @@ import ludus
 from ludus.core import ConfigError, Group, Segment, SegmentKind, StopReason, Task, ToolCall, Trajectory
 from ludus.core.generation import VersionSpan
 from ludus.envs import EnvPool
-from ludus.envs.safe import Safe
 from ludus.tools import as_toolset
 from ludus.tools.versions import tool_versions
 from ludus.training import Recipe, RolloutBatch
 from ludus.training.config.rl import ReplayBufferConfig, RolloutSettings
 from ludus.training.data.task_sampler import TaskSet
 from ludus.training.replay_buffer import ReplayBuffer
+from ludus.worlds.safe import Safe
 
 CODE = {"tool add": "1", "tool find": "7", "env desk": "e1"}
 

@@ -14,13 +14,13 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, cast
 
 from ludus.core.failures import ConfigError
 from ludus.core.messages import ToolCall, ToolSet
 from ludus.core.registry import Registry, load_reference
 from ludus.core.task import Task
-from ludus.envs.data import path_problem
 from ludus.envs.env import Env
 from ludus.tools.library import build_toolset
 
@@ -39,6 +39,21 @@ def next_move(expert: ExpertMoves, observed: str) -> ToolCall | str | None:
         return expert.send(observed) if move is None else move  # None: it wants to see before it acts
     except StopIteration:
         return None
+
+
+def path_problem(variables: str, what: str) -> str:
+    """Why an environment variable (the first of `A|B` that is set) names no data; empty where it does."""
+    names = variables.split("|")
+    given = next((name for name in names if os.environ.get(name)), None)
+    if given is None:
+        return f"set {' or '.join(names)} to {what}"
+    path = Path(os.environ[given])
+    if not path.is_absolute():
+        near = path.expanduser().absolute()
+        return f"{given} = {str(path)!r} is no absolute path: set it to {what}" + (
+            f", such as {near}" if near.exists() else ""
+        )
+    return "" if path.exists() else f"{given} = {str(path)!r} does not exist: set it to {what}"
 
 
 @dataclass(frozen=True)
@@ -129,7 +144,7 @@ _ALL = (
     World(
         "alfworld",
         "Do a household task in text: find, clean, heat, cool, place or look at things.",
-        "ludus.envs.alfworld",
+        "ludus.worlds.alfworld",
         "AlfWorld",
         ("success",),
         data="LUDUS_ALFWORLD_DATA|ALFWORLD_DATA",
@@ -137,7 +152,7 @@ _ALL = (
     World(
         "babyai",
         "Missions in a maze of rooms, in words: go to, pick up, open, put next to.",
-        "ludus.envs.babyai",
+        "ludus.worlds.babyai",
         "BabyAI",
         ("success",),
         extra="babyai",
@@ -146,7 +161,7 @@ _ALL = (
     World(
         "browser",
         "Use a web browser as in WebArena: pages as accessibility trees, tabs, any start URL.",
-        "ludus.envs.browser",
+        "ludus.worlds.browser",
         "Browser",
         ("success",),
         extra="browser",
@@ -157,7 +172,7 @@ _ALL = (
     World(
         "code",
         "Write a function from its docstring; hidden tests decide. HumanEval by path.",
-        "ludus.envs.code",
+        "ludus.worlds.code",
         rewards=("success",),
         tools=("python",),
         max_turns=5,
@@ -165,7 +180,7 @@ _ALL = (
     World(
         "maths",
         "Arithmetic and word problems with Python; GSM8K and MATH by path.",
-        "ludus.envs.maths",
+        "ludus.worlds.maths",
         rewards=("success",),
         tools=("python",),
         max_turns=4,
@@ -173,7 +188,7 @@ _ALL = (
     World(
         "miniwob",
         "Small web tasks on pages of their own: buttons, forms, tables, e-mail, search.",
-        "ludus.envs.miniwob",
+        "ludus.worlds.miniwob",
         "MiniWob",
         ("success",),
         extra="browser",
@@ -183,7 +198,7 @@ _ALL = (
     World(
         "safe",
         "Open a safe by turning three dials.",
-        "ludus.envs.safe",
+        "ludus.worlds.safe",
         "Safe",
         ("opened",),
         max_turns=14,
@@ -191,7 +206,7 @@ _ALL = (
     World(
         "scienceworld",
         "Do an experiment of elementary school in a text world: 30 tasks with 7,207 variations.",
-        "ludus.envs.scienceworld",
+        "ludus.worlds.scienceworld",
         "ScienceWorld",
         ("success",),
         extra="scienceworld",
@@ -201,7 +216,7 @@ _ALL = (
     World(
         "search",
         "Answer questions of one or two hops by searching a corpus.",
-        "ludus.envs.search",
+        "ludus.worlds.search",
         "Search",
         ("success",),
         extra="search",
@@ -211,7 +226,7 @@ _ALL = (
     World(
         "sql",
         "Answer questions about a database with a query; Spider and dbbench by path.",
-        "ludus.envs.sql",
+        "ludus.worlds.sql",
         "Sql",
         ("success",),
         max_turns=5,
@@ -219,7 +234,7 @@ _ALL = (
     World(
         "swe",
         "Mend a bug in a small repository, from the text of an issue; hidden tests decide.",
-        "ludus.envs.swe",
+        "ludus.worlds.swe",
         "SWE",
         ("success",),
         programs=("bash", "tar"),
@@ -228,7 +243,7 @@ _ALL = (
     World(
         "textcraft",
         "Craft an item of Minecraft from crafting commands, at depth 1 to 4.",
-        "ludus.envs.textcraft",
+        "ludus.worlds.textcraft",
         "TextCraft",
         ("success",),
         extra="textcraft",
@@ -237,7 +252,7 @@ _ALL = (
     World(
         "webshop",
         "Find and buy the product that an instruction asks for, on a shop's website in text.",
-        "ludus.envs.webshop",
+        "ludus.worlds.webshop",
         "WebShop",
         ("success",),
         extra="webshop",

@@ -1,0 +1,1 @@
+"""Prebuilt environments, each with tasks, rewards and a demonstrator (docs/envs.md)."""
