@@ -53,7 +53,7 @@ def rollout_of(world: World, agent: Any, size: int) -> Rollout:
     return Rollout(
         engine=FakeEngine([]),
         renderer=Renderer(ByteTokenizer(), load_format("hermes")),
-        scorer=Scorer(world.scored_by()),
+        scorer=Scorer(world.rewards),
         tools=world.toolset(),
         pools={world.name: EnvPool(world.factory, name=world.name, size=size)} if world.env else {},
         agent=agent,

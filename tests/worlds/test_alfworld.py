@@ -224,7 +224,7 @@ async def test_the_tools_and_the_contract() -> None:
     assert not await check_env(
         AlfWorld, task, [*calls, ToolCall("alfworld_step", {"action": "look"})], name="alfworld"
     )
-    assert WORLDS["alfworld"].scored_by() == [success]
+    assert WORLDS["alfworld"].rewards == (success,)
 
 
 @has_games

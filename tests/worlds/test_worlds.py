@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from ludus.cli.main import app
 from ludus.core import ConfigError
-from ludus.envs import WORLDS, load_env
+from ludus.envs import WORLDS, env_name, load_env
+from ludus.observe import read_trajectories
 from ludus.training import load_parts, load_recipe
 from ludus.worlds.maths import gsm8k_training_tasks
 from ludus.worlds.search import evaluation_questions
@@ -77,6 +78,53 @@ def test_prebuilt_and_own_environments_are_loaded_by_name() -> None:
     assert load_env("safe") is load_env("ludus.worlds.safe:Safe")
     with pytest.raises(ConfigError, match="Did you mean 'safe'"):
         load_env("sfae")
+
+
+RECIPE = """
+rewards = ["outside_ludus.depot:fetched"]
+[tasks]
+train = "outside_ludus.depot:training_tasks"
+[agent]
+envs = { depot = "depot" }
+[model.scratch]
+layers = 1
+width = 32
+[budgets]
+max_turns = 2
+max_turn_tokens = 8
+[warm_start]
+demonstrations = "outside_ludus.depot:expert"
+steps = 2
+batch = 2
+[rl]
+steps = 1
+attempts = 2
+tasks = 1
+[run]
+folder = "run"
+"""
+
+
+def test_a_world_of_an_installed_package_is_found_by_its_entry_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "outside_package"))
+    monkeypatch.chdir(tmp_path)
+    run = CliRunner()
+    shown = run.invoke(app, ["envs"], env={"COLUMNS": "200"})
+    assert "depot" in shown.output and "Fetch a box from a numbered shelf." in shown.output
+    small = WORLDS["small_depot"]
+    assert small.env is WORLDS["depot"].env and small.summary == "Fetch a box from a numbered shelf."
+    assert env_name(load_env("depot")) == "depot"
+    checked = run.invoke(app, ["check", "env", "depot", "--episodes", "4"])
+    assert checked.exit_code == 0, checked.output
+    assert "the expert succeeds on 3 of 3 tasks" in checked.output
+    Path("recipe.toml").write_text(RECIPE)
+    trained = run.invoke(app, ["train", "recipe.toml"], catch_exceptions=False)
+    assert trained.exit_code == 0, trained.output
+    [episodes] = Path("run").rglob("*.parquet")
+    played = read_trajectories(episodes)
+    assert played and all(one.failure is None and set(one.rewards) == {"fetched"} for one in played)
 
 
 def test_training_and_held_out_tasks_are_disjoint() -> None:

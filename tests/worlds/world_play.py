@@ -34,7 +34,7 @@ async def play_expert(
     playing = Rollout(
         engine=FakeEngine([]),
         renderer=Renderer(ByteTokenizer(), load_format(agent.format, **agent.format_options)),
-        scorer=Scorer(world.scored_by()),
+        scorer=Scorer(world.rewards),
         tools=world.toolset(),
         pools=pools,
         agent=Demonstrator(expert or world.expert),

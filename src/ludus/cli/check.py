@@ -356,7 +356,7 @@ def env_findings(
     if episodes is not None:
         settings["episodes"] = episodes
     if world is not None:
-        settings |= {"expert": world.expert, "rewards": world.scored_by(), "max_turns": world.max_turns}
+        settings |= {"expert": world.expert, "rewards": world.rewards, "max_turns": world.max_turns}
     if expert is not None:
         settings["expert"] = load_reference(expert)
     if rewards:

@@ -122,16 +122,14 @@ def envs() -> None:
     """List the prebuilt environments, and what has to be installed for each; then those of others."""
     from rich.table import Table
 
-    from ludus.envs import WORLDS
-    from ludus.envs.world import OTHERS
+    from ludus.envs.world import World, listed_envs
 
     table = Table("environment", "what it is", "turns", "ready", box=None, pad_edge=False)
-    prebuilt = sorted(WORLDS.values(), key=lambda world: world.name)
-    for world in (*prebuilt, *OTHERS):
-        missing = world.missing()
+    for one in listed_envs():
+        missing = one.missing()
         ready = Text("needs " + "; ".join(missing), "yellow") if missing else Text("yes", "green")
-        turns = "" if world in OTHERS else str(world.max_turns)
-        table.add_row(world.name, world.summary, turns, ready)
+        turns = str(one.max_turns) if isinstance(one, World) else ""
+        table.add_row(one.name, one.summary, turns, ready)
     Console().print(table)
 
 

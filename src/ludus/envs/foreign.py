@@ -21,6 +21,7 @@ from ludus.core.messages import Json, ToolContext, ToolResult, ToolSpec
 from ludus.core.task import Task
 from ludus.envs.env import Env, ServerFull, Step
 from ludus.envs.tools import ForwardedTool
+from ludus.envs.world import EnvAdapter
 from ludus.llm.http import load_aiohttp
 from ludus.remote.per_loop import PerLoop
 from ludus.tools import Tool
@@ -498,3 +499,21 @@ def _mcp_result(tool: str, seen: Json) -> Any:
         if isinstance(content, list):
             return "\n".join(str(one.get("text", "")) for one in content if isinstance(one, dict))
     return result
+
+
+AGENTGYM = EnvAdapter(
+    "agentgym:http://...",
+    "One on an AgentGym server.",
+    env=AgentGymEnv,
+    probe=AgentGymEnv.probe,
+    extra="serve",
+    packages=("aiohttp",),
+)
+OPENENV = EnvAdapter(
+    "openenv:http://...",
+    "One on an OpenEnv server.",
+    env=OpenEnv,
+    probe=OpenEnv.probe,
+    extra="serve",
+    packages=("aiohttp",),
+)

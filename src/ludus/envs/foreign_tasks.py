@@ -21,6 +21,7 @@ from urllib.parse import parse_qsl
 from ludus.core.failures import ConfigError, MissingExtraError
 from ludus.core.messages import Json
 from ludus.core.task import Task
+from ludus.envs.world import EnvAdapter
 from ludus.rewards import reward
 
 SIZES = {"train": 2000, "held_out": 200}
@@ -131,3 +132,12 @@ def reasoning_gym_score(answer: str, task: Task) -> float:
     given = (tagged[-1] if tagged else answer or "").strip()
     item = _item(where["set"], options, where["index"])
     return float(_dataset(where["set"], options).score_answer(given, item))
+
+
+ADAPTER = EnvAdapter(
+    "reasoning_gym:NAME",
+    "Tasks; with the reward of that name.",
+    tasks=reasoning_gym_tasks,
+    extra="reasoning-gym",
+    packages=("reasoning_gym",),
+)

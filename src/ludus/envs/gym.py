@@ -16,6 +16,7 @@ from ludus.core.random import key
 from ludus.core.task import Task
 from ludus.envs.env import Env, Observation, Step
 from ludus.envs.foreign_tasks import SIZES, imported, parse_reference
+from ludus.envs.world import EnvAdapter
 
 ACTIONS = {
     "FrozenLake": ("left", "down", "right", "up"),
@@ -196,3 +197,13 @@ def gymnasium_tasks(reference: str) -> list[Task]:
 
 def _seed(id: str) -> int:
     return key(id) % 2**31
+
+
+ADAPTER = EnvAdapter(
+    "gymnasium:ID",
+    "Any with discrete or textual actions.",
+    env=GymnasiumEnv,
+    tasks=gymnasium_tasks,
+    extra="gymnasium",
+    packages=("gymnasium",),
+)

@@ -36,6 +36,7 @@ from ludus.core.trajectory import Trajectory
 from ludus.core.user_code import error_with_location
 from ludus.envs.env import Env, Step
 from ludus.envs.foreign_tasks import SIZES, imported, parse_value
+from ludus.envs.world import EnvAdapter
 from ludus.remote.threads import run_sync
 from ludus.rewards import reward
 from ludus.tools import FunctionTool, Tool
@@ -444,3 +445,13 @@ def _text(message: Any) -> str:
     content = message.get("content") if isinstance(message, Mapping) else message.content
     text: str = import_module("verifiers.v1.types").content_text(content)
     return text
+
+
+ADAPTER = EnvAdapter(
+    "verifiers:NAME",
+    "Tasks, their tools or user, and the reward.",
+    env=VerifiersEnv,
+    tasks=verifiers_tasks,
+    extra="verifiers",
+    packages=("verifiers",),
+)

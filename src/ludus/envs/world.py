@@ -1,6 +1,12 @@
-"""A world: an environment or tools, with tasks, rewards and demonstrator, and what has to be installed for it.
+"""Environments by name: prebuilt worlds, adapters for environments of other libraries, and references.
 
-Nothing of a world is imported until it is used, so that listing them is quick and needs no extra.
+Worlds and adapters are found by entry points (`ludus.worlds`, `ludus.env_adapters`), those that come with
+Ludus and those of other packages alike:
+
+    [project.entry-points."ludus.worlds"]
+    depot = "my_package.depot:WORLD"    # a `World`, or just a class of environments
+
+What has to be installed for one (`missing`) is known without importing it.
 """
 
 from __future__ import annotations
@@ -10,8 +16,8 @@ import inspect
 import os
 import re
 import shutil
-from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -57,32 +63,20 @@ def path_problem(variables: str, what: str) -> str:
 
 
 @dataclass(frozen=True)
-class World:
-    """One prebuilt environment. The module has `training_tasks`, `held_out_tasks` and `expert`.
-
-    Where tools of the library are all that an agent needs, there is no class, and `tools` names them.
-    """
+class EnvListing:
+    """A line of `ludus envs`: what an environment is, and what has to be installed for it."""
 
     name: str
     summary: str
-    module: str
-    env: str | None = None
-    """The name of the environment's class in `module`; None for tasks with tools alone."""
-    rewards: tuple[str, ...] = ()
-    """Names of rewards in `module`; with none, the environment pays."""
-    extra: str | None = None
+    extra: str | None = field(default=None, kw_only=True)
     """The extra of the package `ludus` that installs what is needed."""
-    packages: tuple[str, ...] = ()
+    packages: tuple[str, ...] = field(default=(), kw_only=True)
     """Modules that must be importable."""
-    programs: tuple[str, ...] = ()
+    programs: tuple[str, ...] = field(default=(), kw_only=True)
     """Programs that must be on the path; the first of alternatives written `a|b` is enough. One of them may be
     the name of an environment variable with a path."""
-    data: str | None = None
+    data: str | None = field(default=None, kw_only=True)
     """An environment variable with the path of data that cannot be distributed; or alternatives, `A|B`."""
-    max_turns: int = 20
-    """Turns of an episode in the papers."""
-    tools: tuple[str | Mapping[str, Any], ...] = ()
-    """Tools beside those of the environment, as a recipe names them (`agent.tools`)."""
 
     def missing(self) -> list[str]:
         """What is not installed, each with how to get it."""
@@ -98,6 +92,28 @@ class World:
             found.append(f"data: {problem}")
         return found
 
+
+@dataclass(frozen=True)
+class World(EnvListing):
+    """A prebuilt environment with its tasks, rewards and demonstrator.
+
+    Where tools of the library are all that an agent needs, there is no environment, and `tools` names them.
+    """
+
+    env: Callable[[], Env] | None = field(default=None, kw_only=True)
+    """Its class; None for tasks with tools alone."""
+    rewards: Sequence[Any] = field(default=(), kw_only=True)
+    """With none, the environment pays."""
+    training_tasks: Callable[[], list[Task]] = field(default=list, kw_only=True)
+    held_out_tasks: Callable[[], list[Task]] = field(default=list, kw_only=True)
+    """Tasks; `metadata["subtask"]` names the subset of the papers."""
+    expert: Expert | None = field(default=None, kw_only=True)
+    """A demonstrator that solves the tasks through the agent's own tools."""
+    max_turns: int = field(default=20, kw_only=True)
+    """Turns of an episode in the papers."""
+    tools: tuple[str | Mapping[str, Any], ...] = field(default=(), kw_only=True)
+    """Tools beside those of the environment, as a recipe names them (`agent.tools`)."""
+
     @property
     def factory(self) -> Callable[[], Env]:
         """Makes an environment; `ConfigError` says what is not installed, or that there is no class."""
@@ -108,163 +124,82 @@ class World:
                 f"out of agent.envs and set agent.tools = {named} (ludus init --from {self.name} writes one); "
                 f"as a service, ludus serve tools {' '.join(named)}"
             )
-        factory: Callable[[], Env] = self._load(self.env)
-        return factory
+        self._check_installed()
+        return self.env
 
     def toolset(self) -> ToolSet:
         """A tool set of its tools; none where the environment has all of them."""
         return build_toolset(list(self.tools))
 
     def tasks(self, split: Split) -> list[Task]:
-        """Its tasks; `metadata["subtask"]` names the subset of the papers."""
-        load: Callable[[], list[Task]] = self._load(
-            "training_tasks" if split == "train" else "held_out_tasks"
-        )
-        return load()
+        """Its tasks for training or for evaluation."""
+        self._check_installed()
+        return self.training_tasks() if split == "train" else self.held_out_tasks()
 
-    @property
-    def expert(self) -> Expert:
-        """A demonstrator that solves the tasks through the agent's own tools."""
-        expert: Expert = self._load("expert")
-        return expert
-
-    def scored_by(self) -> list[Any]:
-        """Its rewards."""
-        return [self._load(name) for name in self.rewards]
-
-    def _load(self, attribute: str) -> Any:
+    def _check_installed(self) -> None:
         if missing := self.missing():
             raise ConfigError(f"the environment {self.name!r} needs {'; '.join(missing)}")
-        return load_reference(f"{self.module}:{attribute}")
 
 
-_CHROMIUM = "chromium|chromium-browser|google-chrome-stable|google-chrome|LUDUS_CHROMIUM"
+@dataclass(frozen=True)
+class EnvAdapter(EnvListing):
+    """Environments or tasks of another library, by what follows the adapter's name in a reference.
 
-_ALL = (
-    World(
-        "alfworld",
-        "Do a household task in text: find, clean, heat, cool, place or look at things.",
-        "ludus.worlds.alfworld",
-        "AlfWorld",
-        ("success",),
-        data="LUDUS_ALFWORLD_DATA|ALFWORLD_DATA",
-    ),
-    World(
-        "babyai",
-        "Missions in a maze of rooms, in words: go to, pick up, open, put next to.",
-        "ludus.worlds.babyai",
-        "BabyAI",
-        ("success",),
-        extra="babyai",
-        packages=("minigrid",),
-    ),
-    World(
-        "browser",
-        "Use a web browser as in WebArena: pages as accessibility trees, tabs, any start URL.",
-        "ludus.worlds.browser",
-        "Browser",
-        ("success",),
-        extra="browser",
-        packages=("playwright",),
-        programs=(_CHROMIUM,),
-        max_turns=15,
-    ),
-    World(
-        "code",
-        "Write a function from its docstring; hidden tests decide. HumanEval by path.",
-        "ludus.worlds.code",
-        rewards=("success",),
-        tools=("python",),
-        max_turns=5,
-    ),
-    World(
-        "maths",
-        "Arithmetic and word problems with Python; GSM8K and MATH by path.",
-        "ludus.worlds.maths",
-        rewards=("success",),
-        tools=("python",),
-        max_turns=4,
-    ),
-    World(
-        "miniwob",
-        "Small web tasks on pages of their own: buttons, forms, tables, e-mail, search.",
-        "ludus.worlds.miniwob",
-        "MiniWob",
-        ("success",),
-        extra="browser",
-        packages=("playwright", "miniwob"),
-        programs=(_CHROMIUM,),
-    ),
-    World(
-        "safe",
-        "Open a safe by turning three dials.",
-        "ludus.worlds.safe",
-        "Safe",
-        ("opened",),
-        max_turns=14,
-    ),
-    World(
-        "scienceworld",
-        "Do an experiment of elementary school in a text world: 30 tasks with 7,207 variations.",
-        "ludus.worlds.scienceworld",
-        "ScienceWorld",
-        ("success",),
-        extra="scienceworld",
-        packages=("scienceworld", "py4j"),
-        programs=("java",),
-    ),
-    World(
-        "search",
-        "Answer questions of one or two hops by searching a corpus.",
-        "ludus.worlds.search",
-        "Search",
-        ("success",),
-        extra="search",
-        packages=("bm25s",),
-        max_turns=8,
-    ),
-    World(
-        "sql",
-        "Answer questions about a database with a query; Spider and dbbench by path.",
-        "ludus.worlds.sql",
-        "Sql",
-        ("success",),
-        max_turns=5,
-    ),
-    World(
-        "swe",
-        "Mend a bug in a small repository, from the text of an issue; hidden tests decide.",
-        "ludus.worlds.swe",
-        "SWE",
-        ("success",),
-        programs=("bash", "tar"),
-        max_turns=30,
-    ),
-    World(
-        "textcraft",
-        "Craft an item of Minecraft from crafting commands, at depth 1 to 4.",
-        "ludus.worlds.textcraft",
-        "TextCraft",
-        ("success",),
-        extra="textcraft",
-        packages=("minecraft_data",),
-    ),
-    World(
-        "webshop",
-        "Find and buy the product that an instruction asks for, on a shop's website in text.",
-        "ludus.worlds.webshop",
-        "WebShop",
-        ("success",),
-        extra="webshop",
-        packages=("bm25s", "rapidfuzz"),
-        data="LUDUS_WEBSHOP_DATA",
-        max_turns=15,
-    ),
-)
-WORLDS = {world.name: world for world in _ALL}
+    `gymnasium:FrozenLake-v1` makes `env("FrozenLake-v1")`, and as a task set `tasks("FrozenLake-v1")`. `name`
+    is how a reference is written, for people.
+    """
+
+    env: type[Env] | None = field(default=None, kw_only=True)
+    tasks: Callable[[str], list[Task]] | None = field(default=None, kw_only=True)
+    probe: Callable[..., Awaitable[None]] | None = field(default=None, kw_only=True)
+    """Checks that the server of an environment answers."""
+
+    def factory(self, what: str) -> Callable[[], Env]:
+        """Makes the environment that a reference names after the colon."""
+        if self.env is None:
+            raise ConfigError(f"{self.name} names tasks, and no environment")
+        make: Callable[[str], Env] = self.env  # each adapter's class takes what its references name
+        made = partial(make, what)
+        # what a pool reads of a class
+        vars(made).update(
+            isolation=self.env.isolation, step_timeout=self.env.step_timeout, __name__=env_name(self.env)
+        )
+        if self.probe is not None:
+            vars(made)["probe"] = partial(self.probe, what)
+        return made
+
+
+class _Worlds(Mapping[str, World]):
+    """The registered worlds by name; each is imported when it is asked for."""
+
+    registry = Registry("environment", group="ludus.worlds")
+
+    def __getitem__(self, name: str) -> World:
+        found = load_reference(self.registry[name])
+        if isinstance(found, World):
+            return found if found.name == name else replace(found, name=name)
+        summary = (inspect.getdoc(found) or "").partition("\n")[0]
+        return World(name, summary, env=found)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.registry
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.registry)
+
+    def __len__(self) -> int:
+        return len(self.registry)
+
+
+WORLDS: Mapping[str, World] = _Worlds()
 """The prebuilt environments, by name."""
-ENVS = Registry(
-    "environment", {world.name: f"{world.module}:{world.env}" for world in _ALL if world.env}
+ADAPTERS = Registry("adapter of environments", group="ludus.env_adapters")
+"""Environments and tasks of other libraries, by what stands before the colon of a reference."""
+ON_SERVER = EnvListing(
+    "http://host:port/NAME",
+    "One on a server (ludus serve env).",
+    extra="serve",
+    packages=("aiohttp",),
 )
 
 
@@ -272,60 +207,27 @@ def env_name(factory: Callable[[], Any]) -> str:
     """What an environment is called that only its class says: a prebuilt one's name, else in snake case."""
     own = getattr(factory, "__name__", type(factory).__name__)
     module = getattr(factory, "__module__", "")
-    for world in _ALL:
-        if world.env == own and f"{module}.".startswith(f"{world.module}."):
-            return world.name
+    for name, reference in _Worlds.registry.items():
+        if f"{module}.".startswith(f"{reference.partition(':')[0]}.") and WORLDS[name].env is factory:
+            return name
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", own).lower()
 
 
-ADAPTERS = {
-    "agentgym": "ludus.envs.foreign:AgentGymEnv",
-    "gymnasium": "ludus.envs.gym:GymnasiumEnv",
-    "openenv": "ludus.envs.foreign:OpenEnv",
-    "verifiers": "ludus.envs.verifiers:VerifiersEnv",
-}
-"""Environments of others: their classes, by what stands before the colon of a reference."""
-_SERVER: dict[str, Any] = {"extra": "serve", "packages": ("aiohttp",)}
-OTHERS = (
-    World("http://host:port/NAME", "One on a server (ludus serve env).", "", "", (), **_SERVER),
-    World("agentgym:http://...", "One on an AgentGym server.", "", "", (), **_SERVER),
-    World("openenv:http://...", "One on an OpenEnv server.", "", "", (), **_SERVER),
-    World(
-        "gymnasium:ID",
-        "Any with discrete or textual actions.",
-        "",
-        "",
-        extra="gymnasium",
-        packages=("gymnasium",),
-    ),
-    World(
-        "reasoning_gym:NAME",
-        "Tasks; with the reward of that name.",
-        "",
-        "",
-        extra="reasoning-gym",
-        packages=("reasoning_gym",),
-    ),
-    World(
-        "verifiers:NAME",
-        "Tasks, their tools or user, and the reward.",
-        "",
-        "",
-        extra="verifiers",
-        packages=("verifiers",),
-    ),
-)
-"""What else a recipe may name, for people (docs/services.md)."""
+def listed_envs() -> list[EnvListing]:
+    """All that a recipe may name, for people: prebuilt environments, then those on servers and of adapters."""
+    adapters: list[EnvAdapter] = [ADAPTERS.load(name) for name in sorted(ADAPTERS)]
+    return [*(WORLDS[name] for name in sorted(WORLDS)), ON_SERVER, *adapters]
 
 
 def _unknown(reference: str) -> ConfigError:
     near = get_close_matches(reference, WORLDS, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    tools = ", ".join(world.name for world in _ALL if world.env is None)
+    known = sorted(name for name, world in WORLDS.items() if world.env is not None)
+    tools = sorted(name for name, world in WORLDS.items() if world.env is None)
     return ConfigError(
-        f"there is no environment called {reference!r}.{hint} Known: {', '.join(sorted(ENVS))}; as tasks with "
-        f"tools alone, which need no environment: {tools}. Or give 'module:Class', 'file.py:Class', an address "
-        f"(http://host:port/NAME) or an adapter ({', '.join(f'{name}:...' for name in ADAPTERS)})"
+        f"there is no environment called {reference!r}.{hint} Known: {', '.join(known)}; as tasks with tools "
+        f"alone, which need no environment: {', '.join(tools)}. Or give 'module:Class', 'file.py:Class', an "
+        f"address (http://host:port/NAME) or an adapter ({', '.join(f'{name}:...' for name in ADAPTERS)})"
     )
 
 
@@ -333,7 +235,7 @@ def load_env(reference: str) -> Callable[[], Env]:
     """What makes the environment that a recipe names.
 
     A prebuilt one by its name, a user's as `module:Class` or `file.py:Class`, one on a server by its address
-    (`http://host:port/NAME`), one of others by an adapter (`ADAPTERS`), such as `gymnasium:FrozenLake-v1`.
+    (`http://host:port/NAME`), one of another library by an adapter, such as `gymnasium:FrozenLake-v1`.
     """
     if reference in WORLDS:
         return WORLDS[reference].factory
@@ -348,16 +250,23 @@ def load_env(reference: str) -> Callable[[], Env]:
             f"{reference!r} is no address of an environment: {scheme}:// is not spoken; write "
             "http://host:port/NAME or https://... (ludus serve env), agentgym:http://... or openenv:http://..."
         )
+    if scheme in ADAPTERS:
+        adapter: EnvAdapter = ADAPTERS.load(scheme)
+        return adapter.factory(what)
+    if not what:
+        raise _unknown(reference)
+    factory: Callable[[], Env] = load_reference(reference)
+    return factory
+
+
+def adapted_tasks(reference: str) -> list[Task] | None:
+    """The tasks of another library that a reference names by an adapter; None where it names something else."""
+    scheme, _, what = reference.partition(":")
     if scheme not in ADAPTERS:
-        if not what:
-            raise _unknown(reference)
-        factory: Callable[[], Env] = ENVS.load(reference)
-        return factory
-    adapter = load_reference(ADAPTERS[scheme])
-    found: Callable[[], Env] = partial(adapter, what)
-    # what a pool reads of a class
-    own = {name: getattr(adapter, name) for name in ("isolation", "step_timeout")}
-    vars(found).update(own, __name__=env_name(adapter))
-    if hasattr(adapter, "probe"):  # it is on a server, which may not be there
-        vars(found)["probe"] = partial(adapter.probe, what)
-    return found
+        return None
+    adapter: EnvAdapter = ADAPTERS.load(scheme)
+    if adapter.tasks is None:
+        raise ConfigError(
+            f"{adapter.name} has no sets of tasks; name a file or a function (tasks.train)"
+        )
+    return adapter.tasks(what)

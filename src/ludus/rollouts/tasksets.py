@@ -11,17 +11,12 @@ from ludus.core.registry import load_reference
 from ludus.core.task import Task, numbered
 from ludus.core.user_code import error_with_location
 from ludus.core.user_files import file_problem, json_lines, read_user_json, read_user_text
+from ludus.envs.world import adapted_tasks
 from ludus.rollouts.row_images import with_row_images
 from ludus.rollouts.task_file import TaskFile, is_large
 
 DATASET = "dataset:"
 """How a Hugging Face dataset is named: dataset:NAME:CONFIG@SPLIT; without them its own config, and train."""
-SOURCES = {
-    "gymnasium": "ludus.envs.gym:gymnasium_tasks",
-    "reasoning_gym": "ludus.envs.foreign_tasks:reasoning_gym_tasks",
-    "verifiers": "ludus.envs.verifiers:verifiers_tasks",
-}
-"""Task sets of others, by what stands before the colon, as in reasoning_gym:leg_counting@held_out."""
 FILES = (".jsonl", ".json", ".parquet")
 """The files that hold rows: JSON lines, a JSON list, Parquet."""
 MOST_CHARACTERS = 4_000_000
@@ -35,7 +30,7 @@ Columns = Mapping[str, str]
 
 
 def load_tasks(source: str, columns: Columns | None = None) -> Sequence[Task]:
-    """Tasks from a file (`FILES`), dataset:NAME:CONFIG@SPLIT, a set of others (`SOURCES`), or code.
+    """Tasks from a file (`FILES`), dataset:NAME:CONFIG@SPLIT, an adapter (`gymnasium:ID`), or code.
 
     Those of a large file of JSON lines are all checked, and parsed again when they are asked for.
     """
@@ -69,9 +64,8 @@ def read_rows(source: str, columns: Columns | None = None) -> Iterator[tuple[str
         rows = _counted(source, _json_rows(Path(source)))
     elif source.endswith(".parquet"):
         rows = _counted(source, _parquet_rows(Path(source)))
-    elif source.partition(":")[0] in SOURCES:
-        scheme, _, what = source.partition(":")
-        rows = _counted(source, load_reference(SOURCES[scheme])(what))
+    elif (tasks := adapted_tasks(source)) is not None:
+        rows = _counted(source, tasks)
     elif ":" in source:
         made = load_reference(source)
         try:

@@ -15,6 +15,7 @@ from ludus.core.messages import ToolCall, ToolResult
 from ludus.core.random import key, shuffled, uniform
 from ludus.core.task import Task
 from ludus.envs.env import Env
+from ludus.envs.world import World
 from ludus.rewards import reward
 from ludus.tools import tool
 
@@ -157,3 +158,15 @@ def expert(task: Task) -> Generator[ToolCall, str, None]:
             yield ToolCall("turn", {"dial": dial, "to": number})
             tries += 1
     yield ToolCall("open")
+
+
+WORLD = World(
+    "safe",
+    "Open a safe by turning three dials.",
+    env=Safe,
+    rewards=(opened,),
+    training_tasks=training_tasks,
+    held_out_tasks=held_out_tasks,
+    expert=expert,
+    max_turns=14,
+)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from ludus.core.messages import ToolResult
 from ludus.core.task import Task
 from ludus.envs.env import Env
+from ludus.envs.world import World
 from ludus.rewards import reward
 from ludus.tools import tool
 from ludus.worlds.alfworld.game import Game
@@ -75,3 +76,15 @@ class AlfWorld(Env):
 async def success(env: AlfWorld) -> float:
     """1 when the goal's conditions hold. Only logged: the environment pays the same."""
     return float(env.won)
+
+
+WORLD = World(
+    "alfworld",
+    "Do a household task in text: find, clean, heat, cool, place or look at things.",
+    env=AlfWorld,
+    rewards=(success,),
+    training_tasks=training_tasks,
+    held_out_tasks=held_out_tasks,
+    expert=expert,
+    data="LUDUS_ALFWORLD_DATA|ALFWORLD_DATA",
+)

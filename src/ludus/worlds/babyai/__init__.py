@@ -14,6 +14,7 @@ from ludus.core.messages import Message, ToolCall
 from ludus.core.random import key, uniform
 from ludus.core.task import Task
 from ludus.envs.env import Env, Step
+from ludus.envs.world import World
 from ludus.rewards import reward
 
 if TYPE_CHECKING:
@@ -226,3 +227,16 @@ def hesitant_expert(task: Task) -> Generator[ToolCall, str, None]:
         yield ToolCall("step", {"action": action})
         game.act(action)
         turns += 1
+
+
+WORLD = World(
+    "babyai",
+    "Missions in a maze of rooms, in words: go to, pick up, open, put next to.",
+    env=BabyAI,
+    rewards=(success,),
+    training_tasks=training_tasks,
+    held_out_tasks=held_out_tasks,
+    expert=expert,
+    extra="babyai",
+    packages=("minigrid",),
+)

@@ -20,10 +20,11 @@ from ludus.core.failures import Boundary, ConfigError, InfraError
 from ludus.core.messages import Media
 from ludus.core.task import Task
 from ludus.envs.env import Env, Observation, Step
+from ludus.envs.world import World
 from ludus.rewards import reward
 from ludus.worlds.browser.accessibility import Element, offered_actions
 from ludus.worlds.browser.actions import ActionProblem, BrowserAction, parse_action
-from ludus.worlds.browser.chromium import BrowserHost, acquire_host, release_host
+from ludus.worlds.browser.chromium import CHROMIUM, BrowserHost, acquire_host, release_host
 from ludus.worlds.browser.gateway import GATEWAY_ERRORS, NetworkPolicy, origin_of
 from ludus.worlds.browser.session import BrowserSession, BrowserView
 from ludus.worlds.browser.tab import Notice
@@ -386,3 +387,18 @@ class _JudgedPage:
 async def success(env: Browser) -> float:
     """WebArena's score: 1 when all evaluators of the task are satisfied."""
     return await env.score() or 0.0
+
+
+WORLD = World(
+    "browser",
+    "Use a web browser as in WebArena: pages as accessibility trees, tabs, any start URL.",
+    env=Browser,
+    rewards=(success,),
+    training_tasks=training_tasks,
+    held_out_tasks=held_out_tasks,
+    expert=expert,
+    extra="browser",
+    packages=("playwright",),
+    programs=(CHROMIUM,),
+    max_turns=15,
+)

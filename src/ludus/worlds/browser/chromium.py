@@ -36,6 +36,8 @@ EXECUTABLE = "LUDUS_CHROMIUM"
 """The environment variable with Chromium's path."""
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
 """What is looked for on the path."""
+CHROMIUM = "|".join((*PROGRAMS, EXECUTABLE))
+"""Any of these programs, as `World.programs` names alternatives."""
 SANDBOX = "LUDUS_CHROMIUM_SANDBOX"
 """0 switches Chromium's own sandbox off, which needs user namespaces; as root it is always off."""
 _NODE = "PLAYWRIGHT_NODEJS_PATH"

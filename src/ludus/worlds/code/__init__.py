@@ -15,6 +15,7 @@ from ludus.core.failures import ConfigError
 from ludus.core.messages import ToolCall, ToolResult
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
+from ludus.envs.world import World
 from ludus.rewards.code_tests import UnitTests
 from ludus.rewards.code_tests.fault_attribution import SandboxFactory
 from ludus.rewards.code_tests.test_cases import code_of
@@ -152,3 +153,15 @@ def expert(task: Task) -> Generator[ToolCall | str, str, None]:
         call = re.sub(r"(?<=\))\s+#.*$", "", example[1])  # without a comment behind it
         yield ToolCall("python", {"code": f"{solution}\n\nprint({call.strip()})"})
     yield f"```python\n{solution}\n```"
+
+
+WORLD = World(
+    "code",
+    "Write a function from its docstring; hidden tests decide. HumanEval by path.",
+    rewards=(success,),
+    training_tasks=training_tasks,
+    held_out_tasks=held_out_tasks,
+    expert=expert,
+    tools=("python",),
+    max_turns=5,
+)

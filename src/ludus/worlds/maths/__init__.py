@@ -16,6 +16,7 @@ from typing import Any, Literal
 from ludus.core.messages import ToolCall
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
+from ludus.envs.world import World
 from ludus.rewards import reward
 from ludus.rewards.conduct import made_calls
 from ludus.rewards.maths_reward import maths
@@ -191,3 +192,15 @@ def _shown(printed: str) -> str:
         return f"{float(text):.6f}".rstrip("0").rstrip(".") if "." in text or "e" in text else text
     except ValueError:
         return text
+
+
+WORLD = World(
+    "maths",
+    "Arithmetic and word problems with Python; GSM8K and MATH by path.",
+    rewards=(success,),
+    training_tasks=training_tasks,
+    held_out_tasks=held_out_tasks,
+    expert=expert,
+    tools=("python",),
+    max_turns=4,
+)

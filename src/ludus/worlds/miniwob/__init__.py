@@ -16,9 +16,11 @@ from ludus.core.failures import Boundary, ConfigError, InfraError, MissingExtraE
 from ludus.core.messages import Message, ToolCall
 from ludus.core.task import Task
 from ludus.envs.env import Observation, Step
+from ludus.envs.world import World
 from ludus.rewards import reward
 from ludus.worlds.browser import Browser
 from ludus.worlds.browser.actions import ActionProblem
+from ludus.worlds.browser.chromium import CHROMIUM
 from ludus.worlds.browser.gateway import NetworkPolicy
 from ludus.worlds.browser.session import BrowserSession
 from ludus.worlds.browser.tab import Notice
@@ -183,3 +185,17 @@ def expert(task: Task) -> Generator[ToolCall | None, str, None]:
     """A demonstrator that reads the objective and the tree, with a script for each page."""
     seen = yield None
     yield from SOLUTIONS[task.envs["miniwob"]["page"]](seen)
+
+
+WORLD = World(
+    "miniwob",
+    "Small web tasks on pages of their own: buttons, forms, tables, e-mail, search.",
+    env=MiniWob,
+    rewards=(success,),
+    training_tasks=training_tasks,
+    held_out_tasks=held_out_tasks,
+    expert=expert,
+    extra="browser",
+    packages=("playwright", "miniwob"),
+    programs=(CHROMIUM,),
+)

@@ -10,6 +10,7 @@ from ludus.core.failures import ConfigError, ToolFault
 from ludus.core.messages import ToolResult
 from ludus.core.task import Task
 from ludus.envs.env import Env
+from ludus.envs.world import World
 from ludus.rewards import reward
 from ludus.tools import tool
 from ludus.worlds.scienceworld.simulator import CALL_SECONDS, Simulator, SimulatorFault
@@ -126,3 +127,17 @@ class ScienceWorld(Env):
 async def success(env: ScienceWorld) -> float:
     """1 when the score reached 100. Only logged: the environment pays the score."""
     return float(env.best >= 100)
+
+
+WORLD = World(
+    "scienceworld",
+    "Do an experiment of elementary school in a text world: 30 tasks with 7,207 variations.",
+    env=ScienceWorld,
+    rewards=(success,),
+    training_tasks=training_tasks,
+    held_out_tasks=held_out_tasks,
+    expert=expert,
+    extra="scienceworld",
+    packages=("scienceworld", "py4j"),
+    programs=("java",),
+)

@@ -18,6 +18,7 @@ from ludus.core.messages import Json, ToolCall
 from ludus.core.random import key, shuffled
 from ludus.core.task import Task
 from ludus.envs.env import Env
+from ludus.envs.world import World
 from ludus.rewards import reward
 from ludus.rewards.text_rewards import exact_match
 from ludus.tools import tool
@@ -294,3 +295,17 @@ def expert(task: Task) -> Generator[ToolCall | str, str, None]:
     else:
         subjects: list[str] = task.metadata["subjects"]
         yield subjects[found.index(min(found, key=int))]
+
+
+WORLD = World(
+    "search",
+    "Answer questions of one or two hops by searching a corpus.",
+    env=Search,
+    rewards=(success,),
+    training_tasks=training_tasks,
+    held_out_tasks=held_out_tasks,
+    expert=expert,
+    extra="search",
+    packages=("bm25s",),
+    max_turns=8,
+)

@@ -20,6 +20,7 @@ from ludus.core.messages import ToolCall, ToolResult
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
 from ludus.envs.env import Env
+from ludus.envs.world import World
 from ludus.rewards.code_tests.sql_match import ResultTable, SqlMatch, TableRules, equal_tables
 from ludus.rewards.scores import Parts
 from ludus.sandbox import Sandbox, Session, shared_sandbox
@@ -346,3 +347,15 @@ def expert(task: Task) -> Generator[ToolCall | str, str, None]:
     yield ToolCall("schema", {})
     yield ToolCall("sql", {"query": query})
     yield {"query": query, "values": str(task.target), "state": "done"}[scored_by]
+
+
+WORLD = World(
+    "sql",
+    "Answer questions about a database with a query; Spider and dbbench by path.",
+    env=Sql,
+    rewards=(success,),
+    training_tasks=training_tasks,
+    held_out_tasks=held_out_tasks,
+    expert=expert,
+    max_turns=5,
+)

@@ -19,6 +19,7 @@ from ludus.core.failures import ToolFault
 from ludus.core.messages import ToolCall, ToolContext, ToolResult
 from ludus.core.task import Task
 from ludus.envs.env import Env, own_tools
+from ludus.envs.world import World
 from ludus.rewards import reward
 from ludus.rewards.code_tests.fault_attribution import SandboxFactory, score_with_control
 from ludus.sandbox import Limits, SandboxConfig, Session, SessionEnded
@@ -276,3 +277,16 @@ def expert(task: Task) -> Generator[ToolCall, str, None]:
         yield ToolCall("replace_in_file", {"path": edit.file, "old": edit.broken, "new": edit.correct})
     yield ToolCall("bash", {"command": f"python3 -m doctest tests/{repository.name}.txt && echo passed"})
     yield ToolCall("submit")
+
+
+WORLD = World(
+    "swe",
+    "Mend a bug in a small repository, from the text of an issue; hidden tests decide.",
+    env=SWE,
+    rewards=(success,),
+    training_tasks=training_tasks,
+    held_out_tasks=held_out_tasks,
+    expert=expert,
+    programs=("bash", "tar"),
+    max_turns=30,
+)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from ludus.core.task import Task
 from ludus.envs.env import Env, Step
+from ludus.envs.world import World
 from ludus.rewards import reward
 from ludus.worlds.textcraft.book import load_book
 from ludus.worlds.textcraft.game import CraftingGame, parse_command
@@ -72,3 +73,16 @@ class TextCraft(Env):
 async def success(env: TextCraft) -> float:
     """1 when the goal has been crafted. Only logged: the environment pays the same."""
     return float(env.won)
+
+
+WORLD = World(
+    "textcraft",
+    "Craft an item of Minecraft from crafting commands, at depth 1 to 4.",
+    env=TextCraft,
+    rewards=(success,),
+    training_tasks=training_tasks,
+    held_out_tasks=held_out_tasks,
+    expert=expert,
+    extra="textcraft",
+    packages=("minecraft_data",),
+)

@@ -17,6 +17,7 @@ from ludus.core.messages import ToolCall, ToolResult
 from ludus.core.random import key, uniform
 from ludus.core.task import Task
 from ludus.envs.env import Env, Step
+from ludus.envs.world import World
 from ludus.rewards import reward
 from ludus.tools import tool
 from ludus.worlds.webshop.catalog import Goal, load_catalog
@@ -237,3 +238,18 @@ def _shopping(task: Task, call: Callable[[str, str], ToolCall]) -> Generator[Too
         page = yield call("click", NEXT)
     for value in (goal["asin"], *goal["options"], BUY):
         yield call("click", value)
+
+
+WORLD = World(
+    "webshop",
+    "Find and buy the product that an instruction asks for, on a shop's website in text.",
+    env=WebShop,
+    rewards=(success,),
+    training_tasks=training_tasks,
+    held_out_tasks=held_out_tasks,
+    expert=expert,
+    extra="webshop",
+    packages=("bm25s", "rapidfuzz"),
+    data="LUDUS_WEBSHOP_DATA",
+    max_turns=15,
+)
