@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from pydantic import BaseModel
 from pydantic_core import to_json
@@ -86,9 +86,16 @@ def text_of(value: Any) -> str:
         return json.dumps(_plain(value, ()), ensure_ascii=False)
 
 
+@runtime_checkable
+class _Array(Protocol):
+    """An array of numpy, torch and the like."""
+
+    def tolist(self) -> Any: ...
+
+
 def _foreign(value: Any) -> Any:
     """Something JSON has no word for: an array as a list, otherwise its own text."""
-    if callable(getattr(value, "tolist", None)):
+    if isinstance(value, _Array):
         return value.tolist()
     kind: Any = type(value)
     has_own_text = kind.__str__ is not object.__str__ or kind.__repr__ is not object.__repr__

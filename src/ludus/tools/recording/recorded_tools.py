@@ -272,19 +272,20 @@ class RecordedTools:
     async def _stateful_call(
         self, state: _EpisodeState, call: ToolCall, context: ToolContext
     ) -> ToolResult:
+        if not state.is_detached:
+            if state.broken:
+                raise _failure(state.broken)
+            label = label_of(call.name, state.tools[call.name], state.history, call.arguments)
+            result = None if self.mode is Mode.RECORD else await self._records.find(label)
+            if result is not None:
+                if self.mode is Mode.REPLAY_OR_CALL:
+                    state.behind.append((call, result))
+                state.advance(label, result)
+                return result
+            await self._catch_up(state, context)
         if state.is_detached:
-            return await self._call_unrecorded(state, call, context)
-        if state.broken:
-            raise _failure(state.broken)
-        label = label_of(call.name, state.tools[call.name], state.history, call.arguments)
-        result = None if self.mode is Mode.RECORD else await self._records.find(label)
-        if result is not None:
-            if self.mode is Mode.REPLAY_OR_CALL:
-                state.behind.append((call, result))
-            state.advance(label, result)
-            return result
-        if not await self._catch_up(state, context):
-            return await self._call_unrecorded(state, call, context)
+            self.statistics.unrecorded += 1
+            return await self._call_real(state, call, context)
         try:
             result = await self._call_and_keep(state, call, context, label)
         except BaseException:
@@ -294,12 +295,6 @@ class RecordedTools:
         state.advance(label, result)
         return result
 
-    async def _call_unrecorded(
-        self, state: _EpisodeState, call: ToolCall, context: ToolContext
-    ) -> ToolResult:
-        self.statistics.unrecorded += 1
-        return await self._call_real(state, call, context)
-
     async def _call_and_keep(
         self, state: _EpisodeState, call: ToolCall, context: ToolContext, label: Label
     ) -> ToolResult:
@@ -307,8 +302,8 @@ class RecordedTools:
         await self._records.keep(label, result)
         return result
 
-    async def _catch_up(self, state: _EpisodeState, context: ToolContext) -> bool:
-        """Make the replayed calls on the real tools, in order; whether these are now where they should be.
+    async def _catch_up(self, state: _EpisodeState, context: ToolContext) -> None:
+        """Make the replayed calls on the real tools, in order. A different answer detaches the episode.
 
         The caller holds `state.turn`.
         """
@@ -326,7 +321,6 @@ class RecordedTools:
             state.behind.pop(0)
             if result_digest(result) != result_digest(recorded):
                 self._diverge(state, call, context)
-        return not state.is_detached
 
     def _diverge(self, state: _EpisodeState, call: ToolCall, context: ToolContext) -> None:
         self.statistics.diverged += 1
