@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ludus.core import Completion, Sampling
 from ludus.engine import EmbeddedEngine, EngineConfig
-from ludus.training import Row, logprobs_of
+from ludus.training import Batch, logprobs_of
 
 TOKENS = 10_240
 NEW = 64
@@ -40,12 +40,9 @@ def _differences(left: list[float], right: list[float]) -> dict[str, float]:
 
 def trained(model: PreTrainedModel, sequences: list[list[int]], prompt: int) -> list[float]:
     """What the trainer computes for every generated token."""
-    rows = [
-        Row(tokens, [i >= prompt for i in range(len(tokens))], [False] * len(tokens), [], n, [], [])
-        for n, tokens in enumerate(sequences)
-    ]
-    scored = torch.tensor([flag for row in rows for flag in row.action_mask])
-    return logprobs_of(model, rows, scored, 1.0, 16384)[scored].tolist()
+    masks = [[i >= prompt for i in range(len(tokens))] for tokens in sequences]
+    batch = Batch.of_tokens(sequences, masks)
+    return logprobs_of(model, batch, 1.0, 16384)[batch.action_T].tolist()
 
 
 def stock(

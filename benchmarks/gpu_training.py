@@ -31,7 +31,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ from ludus.model import (
     set_activation_checkpointing,
     use_ludus_attention,
 )
-from ludus.training import Columns, Learner, OptimizerConfig, Pack, Row, packs_of
+from ludus.training import Batch, Learner, MicroBatch, OptimizerConfig, micro_batches
 
 TOKENS = 16384
 PEAK = 989e12
@@ -78,7 +78,15 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class Row:
+    """A row's tokens, and which of them were said."""
+
+    tokens: list[int]
+    action_mask: list[bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
     """Rows of a step."""
 
     name: str
@@ -138,16 +146,14 @@ def build(shape: str, device: torch.device) -> Qwen2ForCausalLM:
         torch.set_default_dtype(torch.float32)
 
 
-def even_batch(tokens: int, vocabulary: int) -> Batch:
+def even_batch(tokens: int, vocabulary: int) -> Sample:
     """8 rows of one length, every token trained but the first."""
     width = tokens // 8
     ids = torch.randint(5, vocabulary, (8, width), generator=torch.Generator().manual_seed(1)).tolist()
-    return Batch(
-        f"8 x {width:,}", [_row(row, [False] + [True] * (width - 1), i) for i, row in enumerate(ids)]
-    )
+    return Sample(f"8 x {width:,}", [Row(row, [False] + [True] * (width - 1)) for row in ids])
 
 
-def ragged_batch(tokens: int, vocabulary: int) -> Batch:
+def ragged_batch(tokens: int, vocabulary: int) -> Sample:
     """As many tokens in rows of lognormal lengths, in turns of what was heard and what was said."""
     generator = torch.Generator().manual_seed(2)
     mean = tokens / 20
@@ -157,7 +163,7 @@ def ragged_batch(tokens: int, vocabulary: int) -> Batch:
         length = int(mean * torch.tensor(drawn).exp())
         lengths.append(min(left, max(16, min(length, tokens // 4))))
     rows: list[Row] = []
-    for number, length in enumerate(lengths):
+    for length in lengths:
         ids = torch.randint(5, vocabulary, (length,), generator=generator).tolist()
         mask: list[bool] = []
         while len(mask) < length:
@@ -165,23 +171,11 @@ def ragged_batch(tokens: int, vocabulary: int) -> Batch:
             mask += [False] * heard + [True] * said
         mask = mask[:length]
         mask[-1] = True
-        rows.append(_row(ids, mask, number))
-    return Batch(f"{len(rows)} ragged", rows)
+        rows.append(Row(ids, mask))
+    return Sample(f"{len(rows)} ragged", rows)
 
 
-def _row(tokens: list[int], mask: list[bool], number: int) -> Row:
-    return Row(
-        tokens=tokens,
-        action_mask=mask,
-        observation_mask=[False] * len(tokens),
-        logprobs=[-12.0 if said else 0.0 for said in mask],
-        trajectory=number,
-        turns=[],
-        states=[],
-    )
-
-
-def stock_step(model: Qwen2ForCausalLM, batch: Batch) -> Callable[[], None]:
+def stock_step(model: Qwen2ForCausalLM, batch: Sample) -> Callable[[], None]:
     model.set_attn_implementation("sdpa")
     model.train()
     optimizer = torch.optim.AdamW(
@@ -204,7 +198,9 @@ def stock_step(model: Qwen2ForCausalLM, batch: Batch) -> Callable[[], None]:
     return step
 
 
-def _padded(batch: Batch, device: torch.device) -> Iterator[tuple[Tensor, Tensor | None, Tensor, float]]:
+def _padded(
+    batch: Sample, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor | None, Tensor, float]]:
     """Batches of padded rows, in order, of no more places than there are tokens in all."""
     limit, waiting = sum(batch.lengths), list(batch.rows)
     while waiting:
@@ -230,7 +226,7 @@ def _places(rows: list[Row]) -> int:
     return len(rows) * max(len(row.tokens) for row in rows)
 
 
-def ludus_step(model: Qwen2ForCausalLM, batch: Batch, case: Case) -> Callable[[], None]:
+def ludus_step(model: Qwen2ForCausalLM, batch: Sample, case: Case) -> Callable[[], None]:
     use_ludus_attention(model)
     config = OptimizerConfig(
         learning_rate=1e-6, micro_batch_tokens=case.tokens, activation_memory=case.memory or "auto"
@@ -239,22 +235,27 @@ def ludus_step(model: Qwen2ForCausalLM, batch: Batch, case: Case) -> Callable[[]
     algorithm = load_algorithm(name="grpo")
     generator = torch.Generator().manual_seed(3)
     advantages_T = torch.randn(sum(batch.lengths), generator=generator)
+    given = Batch.of_tokens(
+        [row.tokens for row in batch.rows], [row.action_mask for row in batch.rows], logprob=-12.0
+    )
     weights_T = torch.full_like(advantages_T, 1 / batch.trained)
+    given = replace(given, advantages_T=advantages_T, weights_T=weights_T)
 
-    def objective(logprobs_A: Tensor, entropy_A: Tensor, pack: Pack) -> tuple[Tensor, dict[str, Tensor]]:
+    def objective(
+        logprobs_A: Tensor, entropy_A: Tensor, pack: MicroBatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         old_A = logprobs_A.detach()  # random weights: the first update's ratios are 1
         return algorithm.loss(LossInputs(logprobs_A, old_A, pack.advantages_A, pack.row_A, old_A))
 
     def step() -> None:
-        columns = Columns.of(batch.rows, advantages_T, weights_T)
         # "auto" would undo a recomputation that the case asks for
         budget = learner.micro_batch_tokens(batch.lengths) if case.memory else case.tokens
-        learner.step(packs_of(batch.rows, columns, budget), objective)
+        learner.step(micro_batches(given, budget), objective)
 
     return step
 
 
-def operations(model: Qwen2ForCausalLM, batch: Batch) -> tuple[float, float]:
+def operations(model: Qwen2ForCausalLM, batch: Sample) -> tuple[float, float]:
     """(6N for each token, the products that a step needs)."""
     config, tokens = model.config, sum(batch.lengths)
     parameters = sum(p.numel() for p in model.parameters())
@@ -365,7 +366,7 @@ def _gaps(profile: Any) -> list[tuple[float, str]]:
     return sorted(found, reverse=True)
 
 
-def cases(tokens: int, batch: Batch) -> Iterator[Case]:
+def cases(tokens: int, batch: Sample) -> Iterator[Case]:
     yield Case("ludus", tokens)
     yield Case("ludus, recomputed", tokens, recomputes=True)
     if len(set(batch.lengths)) == 1:

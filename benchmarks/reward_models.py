@@ -82,9 +82,14 @@ def cost(count: int, folder: Path) -> None:
 
     # judges read the same rendered episodes, behind their instructions
     instructions = tokenizer.encode(INSTRUCTIONS)
-    rows_read = [row for one in conversations for row in model.rows(one)]
-    whole = [[*instructions, *one.row.tokens] for one in rows_read]
-    steps = [[*instructions, *one.row.tokens[: end + 1]] for one in rows_read for end in one.ends]
+    batch, _, _ = model.rows(conversations)
+    read = list(zip(batch.split(batch.tokens_T), batch.split(batch.trained_T), strict=True))
+    whole = [[*instructions, *row.tolist()] for row, _ in read]
+    steps = [
+        [*instructions, *row[: end + 1].tolist()]
+        for row, ends in read
+        for end in ends.nonzero().flatten()
+    ]
     model.score(conversations[:4])
     seconds = dict.fromkeys(("step model", "judge", "judge, each step", "judge, ten times larger"), 1e9)
     for _ in range(3):  # the best of three, interleaved: other programs only add to it

@@ -35,9 +35,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ludus.core import Branch, Group, Segment, SegmentKind, StopReason, Task, TokenSequence, Trajectory
 from ludus.model import use_ludus_attention
 from ludus.observe import table_markdown
-from ludus.training import Learner, OptimizerConfig, RLConfig, RolloutBatch, policy_update, rows_of
+from ludus.training import (
+    Batch,
+    Learner,
+    OptimizerConfig,
+    RLConfig,
+    RolloutBatch,
+    micro_batches,
+    policy_update,
+)
 from ludus.training.config.stages import PreferenceConfig
-from ludus.training.data.packing import pack_rows
 from ludus.training.optim.learner import frozen
 from ludus.training.stages.preference import Pair, prefer
 
@@ -148,8 +155,7 @@ def main() -> None:
     for name, (step, episodes) in cases.items():
         if options.case not in name:
             continue
-        rows = rows_of(episodes)
-        packed = list(pack_rows(rows, range(len(rows)), BUDGET, share=True))
+        packed = list(micro_batches(Batch.of(episodes), BUDGET, share=True))
         everything = sum(sum(one.lengths) for one in packed)
         computed = sum(one.computed for one in packed)
         learners = {share: learner_of(model, share) for share in (True, False)}

@@ -218,10 +218,3 @@ def test_exceptions_are_told_by_the_lines_of_their_author(tmp_path: Path) -> Non
         load_algorithm("grpo", aggregation=f"{own}:aggregation").weigh(torch.zeros(1), torch.ones(1))
     with pytest.raises(torch.OutOfMemoryError):
         load_loss(f"{own}:loss")(sampled)
-
-
-@pytest.mark.parametrize(("old", "new"), [("Credit", "AdvantageInputs"), ("Estimate", "Advantages")])
-def test_old_names_lead_to_the_new_ones(old: str, new: str) -> None:
-    with pytest.raises(ImportError, match=f"is now ludus.algos.{new}"):
-        getattr(algos, old)
-    assert hasattr(algos, new) and not hasattr(algos, "Nothing")

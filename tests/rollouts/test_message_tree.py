@@ -21,7 +21,7 @@ from ludus.core.trajectory import SegmentKind, StopReason, Trajectory
 from ludus.engine import FakeEngine
 from ludus.rollouts.message_tree import MessageTree
 from ludus.rollouts.turn_limits import BudgetUsedUp, TurnLimits
-from ludus.training.data.packing import rows_of
+from ludus.training.data.batch import Batch
 
 ADD = ToolSpec("add", "Add two numbers.", {"type": "object", "properties": {"a": {}, "b": {}}})
 CALL = '<tool_call>\n{"name": "add", "arguments": %s}\n</tool_call>'
@@ -70,7 +70,7 @@ def assert_exact(tree: MessageTree, engine: FakeEngine) -> None:
         assert any(row[: len(seen)] == seen for row in rows)
     actions = [action.tokens for action in tree.trajectory.actions]
     assert sorted(actions) == sorted(list(call.completion.tokens) for call in engine.calls)
-    trained = sum(sum(row.action_mask) for row in rows_of([tree.trajectory]))
+    trained = int(Batch.of([tree.trajectory]).action_T.sum())
     assert trained == sum(map(len, actions))
 
 

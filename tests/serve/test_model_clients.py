@@ -19,7 +19,7 @@ import pytest
 from model_parts import CALL, Served, serving, serving_checkpoint
 
 from ludus import Task, ToolCall, train
-from ludus.training.data.packing import rows_of
+from ludus.training.data.batch import Batch
 
 PYTHON = os.environ.get("LUDUS_CLIENTS_PYTHON", sys.executable)
 PROGRAMS = Path(__file__).parent / "client_programs.py"
@@ -75,7 +75,8 @@ async def run(name: str, address: str, key: str) -> str:
 
 
 def assert_every_token_is_recorded(served: Served) -> None:
-    rows = [row.tokens for row in rows_of([served.trajectory])]
+    batch = Batch.of([served.trajectory])
+    rows = [row.tolist() for row in batch.split(batch.tokens_T)]
     for call in served.engine.calls:
         seen = [*call.consumed, *call.completion.tokens]
         assert any(row[: len(seen)] == seen for row in rows)

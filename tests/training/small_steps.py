@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ludus.model import use_ludus_attention
-from ludus.training import Columns, Learner, OptimizerConfig, Pack, Row, packs_of
+from ludus.training import Batch, Learner, MicroBatch, OptimizerConfig, micro_batches
 
 VOCABULARY = 50
 
@@ -39,27 +40,32 @@ def learner_of(model: nn.Module, **settings: object) -> Learner:
     return Learner(model, config, total_steps=100)
 
 
-def rows_of_lengths(lengths: Sequence[int], seed: int = 0) -> list[Row]:
+def rows_of_lengths(lengths: Sequence[int], seed: int = 0) -> Batch:
     source = random.Random(seed)
-    rows: list[Row] = []
-    for number, length in enumerate(lengths):
+    rows: list[list[int]] = []
+    masks: list[list[bool]] = []
+    for length in lengths:
         mask = [False] + [source.random() < 0.7 for _ in range(length - 1)]
         mask[-1] = True
-        tokens = [source.randrange(VOCABULARY) for _ in range(length)]
-        rows.append(
-            Row(tokens, mask, [False] * length, [-2.0] * length, trajectory=number, turns=[], states=[])
-        )
-    return rows
+        rows.append([source.randrange(VOCABULARY) for _ in range(length)])
+        masks.append(mask)
+    return Batch.of_tokens(rows, masks, logprob=-2.0)
 
 
-def packs(rows: Sequence[Row], budget: int = 1 << 14) -> Iterator[Pack]:
-    count = sum(sum(row.action_mask) for row in rows)
-    weights_T = torch.full((sum(len(row.tokens) for row in rows),), 1 / count)
+def packs(batch: Batch, budget: int = 1 << 14) -> Iterator[MicroBatch]:
+    return micro_batches(weighed(batch), budget)
+
+
+def weighed(batch: Batch) -> Batch:
+    """With advantages from -1 to 1, each token of the same weight."""
+    weights_T = torch.full((len(batch.tokens_T),), 1 / int(batch.action_T.sum()))
     advantages_T = torch.linspace(-1, 1, len(weights_T))
-    return packs_of(rows, Columns.of(rows, advantages_T, weights_T), budget)
+    return replace(batch, advantages_T=advantages_T, weights_T=weights_T)
 
 
-def imitation(logprobs_A: Tensor, entropy_A: Tensor, pack: Pack) -> tuple[Tensor, dict[str, Tensor]]:
+def imitation(
+    logprobs_A: Tensor, entropy_A: Tensor, batch: MicroBatch
+) -> tuple[Tensor, dict[str, Tensor]]:
     return -logprobs_A, {"surprise": -logprobs_A, "surprise_max": -logprobs_A}
 
 

@@ -26,7 +26,7 @@ from ludus.core import (
 )
 from ludus.observe import rollout_metrics
 from ludus.training import BrokenConfig, RolloutBatch, RolloutWorker
-from ludus.training.data.packing import advantage_inputs, rows_of
+from ludus.training.data.batch import Batch, advantage_inputs
 from ludus.training.data.reward_shaping import (
     KINDS,
     Kind,
@@ -178,16 +178,10 @@ SAID = ["right", "wrong", "x" * 99, called("ponder"), "right"]
 def advantages_of(group: Group) -> list[float]:
     """What GRPO makes of a group, one number for each attempt that is in it."""
     scored = group.trainable
-    rows = rows_of(scored)
-    found = load_algorithm("grpo").estimate(advantage_inputs(rows, scored, [0] * len(scored)))
-    firsts = {}
-    place = 0
-    for row in rows:
-        for offset, is_action in enumerate(row.action_mask):
-            if is_action:
-                firsts.setdefault(row.trajectory, float(found.advantages_T[place + offset]))
-        place += len(row.tokens)
-    return [firsts[number] for number in range(len(scored))]
+    batch = Batch.of(scored)
+    found = load_algorithm("grpo").estimate(advantage_inputs(batch, scored, [0] * len(scored)))
+    places = [(batch.action_T & (batch.trajectory_T == n)).nonzero()[0] for n in range(len(scored))]
+    return [float(found.advantages_T[place]) for place in places]
 
 
 async def play_five(broken: dict[str, Any]) -> tuple[RolloutBatch, list[str]]:

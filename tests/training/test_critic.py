@@ -15,7 +15,7 @@ from torch import nn
 
 import ludus
 from ludus.core import ConfigError, LudusError, StopReason, Task, TokenSequence, Trajectory
-from ludus.training import Critic, CriticConfig, RLConfig, policy_update, rows_of
+from ludus.training import Batch, Critic, CriticConfig, RLConfig, policy_update
 from ludus.training.optim.critic import explained_variance
 
 Kind = Literal["model", "head"]
@@ -51,12 +51,12 @@ def test_values_are_read_before_each_token(kind: Kind) -> None:
     trajectories = scored(played(model, seed=2))
     silent = Trajectory(Task.of("x"), stop=StopReason.ANSWERED, reward=0.0)
     trajectories.insert(1, silent)
-    rows = rows_of(trajectories)
+    batch = Batch.of(trajectories)
     critic = critic_of(model, kind)
-    assert not critic.values(rows).any()
+    assert not critic.values(batch).any()
     nn.init.normal_(critic.model.head.weight)
     nn.init.constant_(critic.model.head.bias, 0.5)
-    pieces = iter(torch.split(critic.values(rows), [len(row.tokens) for row in rows]))
+    pieces = iter(batch.split(critic.values(batch)))
     plain: Any = copy.deepcopy(model)
     plain.set_attn_implementation("sdpa")
     for trajectory in trajectories:
@@ -102,7 +102,7 @@ def test_the_value_loss_is_the_formulas(kind: Kind, skip: bool) -> None:
     given = played(model, seed=3)
     critic = critic_of(model, kind)
     nn.init.normal_(critic.model.head.weight, std=0.3)
-    pieces = torch.split(critic.values(rows_of(scored(given))), [len(t.tokens) for t in scored(given)])
+    pieces = torch.split(critic.values(Batch.of(scored(given))), [len(t.tokens) for t in scored(given)])
     attempts = [replace(a, values=v.tolist()) for a, v in zip(attempts_of(given), pieces, strict=True)]
     _, targets = advantages.gae(attempts, discount=1.0, lam=0.95, skip_observations=skip)
     wanted = []
@@ -198,9 +198,8 @@ def test_cut_episodes_that_are_paid_do_not_blow_up_their_values(cut: str) -> Non
         policy_update(
             tiny_learner(model), given, config, reference=None, critic=critic, critic_only=True
         )
-    rows = rows_of(scored(given))
-    said_T = torch.tensor([said for row in rows for said in row.action_mask])
-    values_A = critic.values(rows)[said_T]
+    batch = Batch.of(scored(given))
+    values_A = critic.values(batch)[batch.action_T]
     assert float(values_A.max()) < 1.3
 
 
@@ -271,8 +270,8 @@ def test_a_critic_goes_on_where_it_was(kind: Kind, tmp_path: Path) -> None:
     assert same(first.tensors(), second.tensors())
     assert learn(first) == learn(second)
     assert same(first.tensors(), second.tensors())
-    rows = rows_of(scored(given))
-    assert same(first.values(rows), second.values(rows))
+    batch = Batch.of(scored(given))
+    assert same(first.values(batch), second.values(batch))
 
 
 def test_a_head_is_saved_without_the_policy() -> None:

@@ -29,8 +29,8 @@ from ludus.training import (
     trajectory_of,
 )
 from ludus.training.data.conversations import Conversation, read_scored_steps
-from ludus.training.optim.policy_update import sft_step
 from ludus.training.stages.preference import Labelled, Pair, prefer
+from ludus.training.stages.sft import sft_step
 from ludus.viewer.labels import LabelStore
 
 TOKENIZER = ByteTokenizer()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ludus.algos import LossInputs, load_algorithm
 from ludus.model import checkpointed_layers, use_ludus_attention
-from ludus.training import Pack, action_logprobs
+from ludus.training import MicroBatch, action_logprobs
 from ludus.training.optim.logprobs import linear_logprobs
 from ludus.training.optim.memory import measure
 
@@ -92,7 +92,9 @@ def test_a_step_does_not_wait_for_the_device() -> None:
 
     algorithm = load_algorithm(name="grpo")
 
-    def watched(logprobs_A: Tensor, entropy_A: Tensor, pack: Pack) -> tuple[Tensor, dict[str, Tensor]]:
+    def watched(
+        logprobs_A: Tensor, entropy_A: Tensor, pack: MicroBatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         given = (pack.old_logprobs_A, pack.advantages_A, pack.row_A, pack.rollout_logprobs_A)
         return algorithm.loss(LossInputs(logprobs_A, *given))
 

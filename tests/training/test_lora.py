@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,18 @@ import ludus
 from ludus.core import ConfigError, MissingExtraError
 from ludus.model import PackedContext, head_logits, hidden_states, use_ludus_attention
 from ludus.training import (
-    Columns,
+    Batch,
     Learner,
     ModelConfig,
     OptimizerConfig,
     Recipe,
-    Row,
     ScratchConfig,
     action_logprobs,
     adapter_reference,
     fit_tokenizer,
     load_model,
     logprobs_of,
-    packs_of,
+    micro_batches,
     save_adapter,
     scratch_model,
 )
@@ -245,9 +245,9 @@ def test_the_adapter_is_peft_s_own_and_loads_without_us(base: Path, tmp_path: Pa
 # The reference
 
 
-def trained_rows() -> list[Row]:
-    said = [False] * 4 + [True] * 4
-    return [Row(list(range(8)), said, [False] * 8, [0.0] * 8, trajectory=0, turns=[], states=[])]
+def trained_rows(advantage: float) -> Batch:
+    batch = Batch.of_tokens([list(range(8))], [[False] * 4 + [True] * 4])
+    return replace(batch, advantages_T=torch.full((8,), advantage), weights_T=batch.action_T.float())
 
 
 def test_a_new_adapter_and_its_reference_are_the_base(base: Path, tmp_path: Path) -> None:
@@ -303,17 +303,15 @@ def test_gradients_with_a_shared_reference_are_those_with_a_copy(
     gradients = []
     for reference in (shared, apart):
         model.zero_grad()
-        rows = trained_rows()
-        mask_T = torch.tensor(rows[0].action_mask)
-        columns = Columns.of(rows, torch.zeros(8), mask_T.float())
-        (pack,) = packs_of(rows, columns, 100)
+        batch = trained_rows(0.0)
+        (pack,) = micro_batches(batch, 100)
         source_index_A, _ = action_logprobs(model, pack, 1.0)
         with torch.no_grad():
             other_A, _ = action_logprobs(reference, pack, 1.0)
         (source_index_A - other_A).square().sum().backward()
         gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
         torch.testing.assert_close(
-            logprobs_of(reference, rows, mask_T, 1.0, 100)[mask_T], other_A, rtol=0, atol=1e-5
+            logprobs_of(reference, batch, 1.0, 100)[batch.action_T], other_A, rtol=0, atol=1e-5
         )
     assert gradients[0]
     assert_same_tensors(*gradients)
@@ -364,15 +362,13 @@ def test_adapters_of_a_bfloat16_base_are_float32_and_take_small_steps(base: Path
     kinds = {("lora_" in name, p.dtype) for name, p in model.named_parameters()}
     assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
     learner = Learner(model, OptimizerConfig(learning_rate=1e-6), 10)
-    rows = trained_rows()
-    columns = Columns.of(rows, torch.ones(8), torch.tensor(rows[0].action_mask).float())
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
 
     def push(logprobs_A: Any, entropy_A: Any, pack: Any) -> Any:
         return -logprobs_A, {}
 
     for _ in range(3):
-        learner.step(packs_of(rows, columns, 100), push)
+        learner.step(micro_batches(trained_rows(1.0), 100), push)
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert {name for name in before if "lora_B" in name} <= moved
     assert all("lora_" in name for name in moved)

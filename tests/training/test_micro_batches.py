@@ -36,16 +36,19 @@ from ludus.training import (
     Critic,
     CriticConfig,
     Learner,
+    MicroBatch,
     OptimizerConfig,
-    Pack,
     action_logprobs,
     logprobs_of,
 )
-from ludus.training.data.micro_batches import MicroBatchSplitter, is_out_of_memory
-from ludus.training.data.packing import PackedRows, concat_masks, pack_rows
+from ludus.training.data.micro_batches import (
+    MicroBatchSplitter,
+    is_out_of_memory,
+    micro_batches,
+    rounds_of,
+)
 from ludus.training.optim import forward as forward_module
 from ludus.training.optim import learner as learner_module
-from ludus.training.optim.critic import ValueTargets
 from ludus.training.optim.memory import BUSY_TOKENS, ActivationCosts, measure, plan_micro_batches
 
 LENGTHS = [9, 14, 6, 12, 5, 7]
@@ -73,7 +76,7 @@ class Shortage:
     where: str = "forward"
     attempts: int = 0
 
-    def __call__(self, model: nn.Module, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
+    def __call__(self, model: nn.Module, pack: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
         is_too_much = sum(pack.lengths) > self.limit
         self.attempts += 1
         if is_too_much and self.where == "forward":
@@ -143,7 +146,7 @@ def test_failures_at_any_time_leave_the_step_as_it_is(fates: list[str]) -> None:
         whole, expected = stepped(patch, None)
         waiting = iter(fates)
 
-        def fateful(model: nn.Module, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
+        def fateful(model: nn.Module, pack: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
             fate = next(waiting, "well") if len(pack.lengths) > 1 else "well"
             return Shortage(0 if fate != "well" else TOTAL, fate)(model, pack, temperature)
 
@@ -171,11 +174,11 @@ def test_the_limit_is_remembered(
     assert shortage.attempts - first < first
 
 
-def in_pieces(work: Callable[[PackedRows], None], rows: Sequence[int], tokens: int) -> None:
+def in_pieces(work: Callable[[MicroBatch], None], rows: Sequence[int], tokens: int) -> None:
     splitter = MicroBatchSplitter(tokens)
-    for piece in splitter.over(pack_rows(ROWS, rows, tokens)):
+    for piece in splitter.over(rounds_of(micro_batches(ROWS, tokens, rows), 1)):
         try:
-            work(piece)
+            work(piece.of_rank(0)[0])
         except RuntimeError as error:
             splitter.retry(piece, error)
 
@@ -185,7 +188,7 @@ def test_a_failed_pass_leaves_no_tensor_behind() -> None:
     seen: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
 
-    def work(piece: PackedRows) -> None:
+    def work(piece: MicroBatch) -> None:
         alive.append(sum(reference() is not None for reference in seen))
         activations = torch.zeros(len(piece.tokens_T))
         seen.append(weakref.ref(activations))
@@ -207,7 +210,7 @@ def test_a_single_row_gets_recomputation(
     whole, expected = stepped(monkeypatch, None)
     learner = learner_of(small_model())
 
-    def tight(model: nn.Module, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
+    def tight(model: nn.Module, pack: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
         if sum(pack.lengths) > (14 if checkpointed_layers(model) else 10):
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return action_logprobs(model, pack, temperature)
@@ -250,8 +253,7 @@ def test_hooks_do_not_outlive_a_step() -> None:
 
 def test_passes_without_gradient_are_halved_too(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model()
-    said_T = concat_masks(row.action_mask for row in ROWS)
-    expected = logprobs_of(model, ROWS, said_T, 1.0, 1000)
+    expected = logprobs_of(model, ROWS, 1.0, 1000)
 
     def tight(model: nn.Module, tokens: Tensor, *rest: Any) -> Tensor:
         if len(tokens) > 20:
@@ -259,13 +261,12 @@ def test_passes_without_gradient_are_halved_too(monkeypatch: pytest.MonkeyPatch)
         return hidden_states(model, tokens, *rest)
 
     monkeypatch.setattr(forward_module, "hidden_states", tight)
-    torch.testing.assert_close(logprobs_of(model, ROWS, said_T, 1.0, 1000), expected)
+    torch.testing.assert_close(logprobs_of(model, ROWS, 1.0, 1000), expected)
 
 
 @pytest.mark.parametrize("kind", ["head", "model"])
 def test_a_critic_learns_in_pieces(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
-    said_T = concat_masks(row.action_mask for row in ROWS)
-    targets = ValueTargets(said_T, torch.zeros(TOTAL), torch.linspace(-1, 1, TOTAL))
+    targets = torch.zeros(TOTAL), torch.linspace(-1, 1, TOTAL)
 
     def learnt(limit: int) -> tuple[dict[str, float], Tensor]:
         torch.manual_seed(0)
@@ -277,7 +278,7 @@ def test_a_critic_learns_in_pieces(monkeypatch: pytest.MonkeyPatch, kind: Any) -
             return hidden_states(model, tokens, *rest)
 
         monkeypatch.setattr(forward_module, "hidden_states", tight)
-        metrics = critic.learn(ROWS, targets, [range(len(ROWS))])
+        metrics = critic.learn(ROWS, *targets, [range(len(ROWS))])
         return metrics, critic.values(ROWS)
 
     (metrics, values), (expected, wanted) = learnt(20), learnt(1000)
@@ -286,14 +287,13 @@ def test_a_critic_learns_in_pieces(monkeypatch: pytest.MonkeyPatch, kind: Any) -
 
 
 def test_a_critics_own_trunk_is_planned_and_recomputed() -> None:
-    said_T = concat_masks(row.action_mask for row in ROWS)
-    targets = ValueTargets(said_T, torch.zeros(TOTAL), torch.linspace(-1, 1, TOTAL))
+    targets = torch.zeros(TOTAL), torch.linspace(-1, 1, TOTAL)
 
     def learnt(memory: Any, kind: Any = "model") -> tuple[Critic, dict[str, float]]:
         torch.manual_seed(0)
         optimizer = OptimizerConfig(activation_memory=memory, learning_rate=1e-2)
         critic = Critic(small_model(), CriticConfig(kind=kind, optimizer=optimizer), total_steps=2)
-        return critic, critic.learn(ROWS, targets, [range(len(ROWS))] * 2)
+        return critic, critic.learn(ROWS, *targets, [range(len(ROWS))] * 2)
 
     critic, metrics = learnt(1e-6)
     assert checkpointed_layers(critic.model) == 3
@@ -303,7 +303,7 @@ def test_a_critics_own_trunk_is_planned_and_recomputed() -> None:
 
 
 def test_other_errors_are_not_swallowed() -> None:
-    def work(piece: PackedRows) -> None:
+    def work(piece: MicroBatch) -> None:
         raise RuntimeError("shapes do not match")
 
     with pytest.raises(RuntimeError, match="shapes"):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ludus.core import MediaSpan, Segment, SegmentKind, StopReason, Task, TokenSequence, Trajectory
-from ludus.training import Columns, items_of_step, packs_of, rows_of
-from ludus.training.data.packing import advantage_inputs, take_rows
+from ludus.training import Batch, items_of_step, micro_batches
+from ludus.training.data.batch import advantage_inputs
+from ludus.training.data.micro_batches import take_rows
 
 tokens = st.lists(st.integers(0, 99), min_size=1, max_size=6)
 
@@ -35,12 +38,11 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
 
 @given(st.lists(trajectories(), min_size=1, max_size=6), st.integers(1, 60))
 def test_every_action_token_is_trained_once(played: list[Trajectory], budget: int) -> None:
-    rows = rows_of(played)
-    inputs = advantage_inputs(rows, played, [0] * len(played))
-    marks = torch.arange(len(inputs.action_T), dtype=torch.float32)
+    batch = Batch.of(played)
+    marks_T = torch.arange(len(batch.tokens_T), dtype=torch.float32)
     trained: list[tuple[int, float]] = []
     pack_rows: list[list[int]] = []
-    for packed in packs_of(rows, Columns.of(rows, marks, marks), budget):
+    for packed in micro_batches(replace(batch, advantages_T=marks_T, weights_T=marks_T), budget):
         assert len(packed.lengths) == 1 or sum(packed.lengths) <= budget
         torch.testing.assert_close(packed.old_logprobs_A, -packed.actions.float())
         torch.testing.assert_close(packed.rollout_logprobs_A, -packed.actions.float())
@@ -49,7 +51,7 @@ def test_every_action_token_is_trained_once(played: list[Trajectory], budget: in
         pack_rows += [piece.tolist() for piece in packed.tokens_T.split(packed.lengths)]
         starts = {sum(packed.lengths[:i]) for i in range(len(packed.lengths))}
         assert not starts & set(packed.trained_index_A.tolist()), "an action needs a token before it"
-    assert sorted(pack_rows) == sorted(row.tokens for row in rows)
+    assert sorted(pack_rows) == sorted(row.tolist() for row in batch.split(batch.tokens_T))
     said = sorted(t for p in played for s in p.sequences for a in s.actions for t in a.tokens)
     assert sorted(token for token, _ in trained) == said
     assert len({mark for _, mark in trained}) == len(trained), "a token was packed twice"
@@ -65,9 +67,9 @@ def test_a_branch_reads_its_ancestors_and_trains_its_own() -> None:
         ]
     )
     branch = TokenSequence([Segment(SegmentKind.ACTION, [6, 7], logprobs=[-0.6, -0.7])], parent=(0, 2))
-    rows = rows_of([Trajectory(Task.of("x", id="t"), sequences=[trunk, branch])])
-    assert rows[1].tokens == [1, 2, 3, 4, 6, 7]
-    assert rows[1].action_mask == [False, False, False, False, True, True]
+    batch = Batch.of([Trajectory(Task.of("x", id="t"), sequences=[trunk, branch])])
+    assert batch.split(batch.tokens_T)[1].tolist() == [1, 2, 3, 4, 6, 7]
+    assert batch.split(batch.action_T)[1].tolist() == [False, False, False, False, True, True]
 
 
 @given(st.lists(trajectories(), min_size=1, max_size=4), st.data())
@@ -76,14 +78,13 @@ def test_credit_says_which_turn_said_what(played: list[Trajectory], data: st.Dat
     for trajectory in played:
         for action in trajectory.actions:
             action.reward = data.draw(st.sampled_from([None, 0.0, 0.5]))
-    rows = rows_of(played)
-    inputs = advantage_inputs(rows, played, list(range(len(played))))
+    batch = Batch.of(played)
+    inputs = advantage_inputs(batch, played, list(range(len(played))))
     assert inputs.turn_T is not None
     assert inputs.trajectory_U is not None
     assert inputs.rewards_U is not None
     assert torch.equal(inputs.turn_T >= 0, inputs.action_T)
-    pack_rows = torch.tensor([token for row in rows for token in row.tokens])
-    found = [pack_rows[inputs.turn_T == turn].tolist() for turn in range(len(inputs.trajectory_U))]
+    found = [batch.tokens_T[inputs.turn_T == turn].tolist() for turn in range(len(inputs.trajectory_U))]
     expected = [(n, action) for n, t in enumerate(played) for action in t.actions]
     assert found == [action.tokens for _, action in expected]
     assert inputs.trajectory_U.tolist() == [number for number, _ in expected]
@@ -106,7 +107,7 @@ def test_the_state_of_a_turn_is_what_was_just_heard() -> None:
         ("p", [1, 2]), ("a", [6]), ("o", [7]), ("a", [8]), ("o", [4]), ("a", [5]), ("a", [5])
     )
     apart = episode(("p", [1, 2]), ("a", [3]), stop=StopReason.MAX_TOKENS)
-    inputs = advantage_inputs(rows_of([one, other, apart]), [one, other, apart], [0, 0, 1], [0, 0, 7])
+    inputs = advantage_inputs(Batch.of([one, other, apart]), [one, other, apart], [0, 0, 1], [0, 0, 7])
     assert inputs.anchor_U is not None
     first, at_four, again, at_seven, also_four, nothing, elsewhere = inputs.anchor_U.tolist()
     assert first == again
@@ -123,7 +124,7 @@ def test_images_make_states_differ() -> None:
     shown = [episode(("p", [1, 1]), ("a", [3])) for _ in range(3)]
     for trajectory, sha in zip(shown, ("x", "y", "x"), strict=True):
         trajectory.sequences[0].segments[0].media = (MediaSpan(sha, 0, 2),)
-    anchors = advantage_inputs(rows_of(shown), shown, [0, 0, 0]).anchor_U
+    anchors = advantage_inputs(Batch.of(shown), shown, [0, 0, 0]).anchor_U
     assert anchors is not None
     assert anchors.tolist() == [0, 1, 0]
 
@@ -135,7 +136,7 @@ def test_training_on_observations_leaves_prompts_and_ancestors_out() -> None:
         parent=(0, 2),
     )
     whole = Trajectory(Task.of("x"), sequences=[trunk, branch], reward=0.0)
-    inputs = advantage_inputs(rows_of([whole]), [whole], [0], train_observations=True)
+    inputs = advantage_inputs(Batch.of([whole]), [whole], [0], train_observations=True)
     assert inputs.trained_T is not None
     assert inputs.trained_T.int().tolist() == [0, 0, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1]
 

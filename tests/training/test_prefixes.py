@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludus.core import MediaSpan, Segment, SegmentKind, Task, TokenSequence, Trajectory
-from ludus.training.data.micro_batches import micro_batches_of, shared_micro_batches_of, split_point
-from ludus.training.data.packing import Row, pack_rows, rows_of
+from ludus.training.data.batch import Batch
+from ludus.training.data.micro_batches import micro_batches
+from ludus.training.data.packing import micro_batches_of, shared_micro_batches_of, split_point
 from ludus.training.data.prefixes import BLOCK, Fold, Ints, bundles_of, row_keys
 
 SHORTEST = 3 * BLOCK
@@ -148,18 +149,18 @@ def test_ranks_get_a_part_of_a_group_each_where_one_would_wait_for_the_other() -
     assert all(len({many[i][0] for i in batch}) == 2 for batch in batches), "a group was torn apart"
 
 
-def row_of(tokens: list[int]) -> Row:
-    mask = [False, *[True] * (len(tokens) - 1)]
-    return Row(tokens, mask, [False] * len(tokens), [0.0] * len(tokens), 0, [], [])
+def batch_of(rows: list[list[int]]) -> Batch:
+    """All tokens are trained, as the places of all are looked at."""
+    return Batch.of_tokens(rows, [[True] * len(row) for row in rows])
 
 
 @given(forests(), st.integers(1, 300), st.integers(1, 3))
 def test_packs_say_where_each_token_comes_from(rows: list[list[int]], budget: int, ranks: int) -> None:
     flat = np.concatenate(keys_of(rows))
-    made = list(pack_rows([row_of(row) for row in rows], range(len(rows)), budget, ranks, share=True))
-    assert sorted(i for one in made for i in one.source_index_T.tolist()) == list(range(len(flat)))
+    made = list(micro_batches(batch_of(rows), budget, ranks=ranks, share=True))
+    assert sorted(i for one in made for i in one.source_index_A.tolist()) == list(range(len(flat)))
     for one in made:
-        assert one.tokens_T.tolist() == flat[one.source_index_T.numpy()].tolist()
+        assert one.tokens_T.tolist() == flat[one.source_index_A.numpy()].tolist()
         assert one.computed <= sum(one.lengths)
         if len(one.lengths) > 1:
             halves = one.split()
@@ -186,19 +187,18 @@ def test_images_are_shared_only_with_themselves(
     first: str | None, second: str | None, shared: int
 ) -> None:
     """Their tokens are placeholders, the same for all."""
-    rows = rows_of([shown(first), shown(second)])
-    (packed,) = pack_rows(rows, [0, 1], 1000, share=True)
+    (packed,) = micro_batches(Batch.of([shown(first), shown(second)]), 1000, share=True)
     assert sum(packed.lengths) - packed.computed == shared
 
 
 def test_images_at_the_very_beginning_keep_rows_apart() -> None:
-    rows = rows_of([shown("x", before=0), shown("y", before=0)])
-    (packed,) = pack_rows(rows, [0, 1], 1000, share=True)
+    batch = Batch.of([shown("x", before=0), shown("y", before=0)])
+    (packed,) = micro_batches(batch, 1000, share=True)
     assert packed.fold is None
     keys = row_keys([[7, 8], [7, 8]], [[MediaSpan("x", 0, 2)], [MediaSpan("x", 0, 2)]])
     assert np.array_equal(keys[0], keys[1])
 
 
 def test_nothing_to_pack_is_nothing() -> None:
-    assert list(pack_rows([], [], 10, share=True)) == []
+    assert list(micro_batches(Batch.of([]), 10, share=True)) == []
     assert Fold.of([]) is None

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 from ragged_episodes import branched, played, scored, tiny_model, with_long_prompts
-from small_steps import imitation, rows_of_lengths, small_model
+from small_steps import imitation, rows_of_lengths, small_model, weighed
 from torch import nn
 
 from ludus.core import LudusError, Trajectory
 from ludus.model import checkpointed_layers, decoder_of, set_activation_checkpointing
 from ludus.training import (
-    Columns,
+    Batch,
     Critic,
     CriticConfig,
     Learner,
@@ -27,16 +27,14 @@ from ludus.training import (
     PreferenceConfig,
     RLConfig,
     RolloutBatch,
-    Row,
-    packs_of,
+    micro_batches,
     policy_update,
-    rows_of,
     sft_step,
 )
 from ludus.training.checkpoint import load_learner, save_learner, sync_reference
 from ludus.training.config.cluster import ClusterConfig
 from ludus.training.config.model import LoraConfig
-from ludus.training.data.micro_batches import micro_batches_of
+from ludus.training.data.packing import micro_batches_of
 from ludus.training.models.adapter_reference import AdapterReference, ShardedAdapterReference
 from ludus.training.models.lora import add_adapter
 from ludus.training.optim.critic import ValueModel
@@ -100,11 +98,8 @@ def on_both(work: Callable[[Ranks], tuple[list[dict[str, float]], nn.Module]], p
     assert any(row.get("gradient_norm", 0.0) > 0 for row in one)
 
 
-def imitate(learner: Learner, rows: Sequence[Row], budget: int) -> dict[str, float]:
-    count = sum(sum(row.action_mask) for row in rows)
-    weights_T = torch.full((sum(len(row.tokens) for row in rows),), 1 / count)
-    columns = Columns.of(rows, torch.linspace(-1, 1, len(weights_T)), weights_T)
-    packs = packs_of(rows, columns, budget, ranks=learner.group.size)
+def imitate(learner: Learner, batch: Batch, budget: int) -> dict[str, float]:
+    packs = micro_batches(weighed(batch), budget, ranks=learner.group.size)
     return learner.step(packs, imitation)
 
 
@@ -158,8 +153,8 @@ def test_activation_memory_on_two_ranks(pair: Ranks) -> None:
     on_both(work, pair)
 
 
-def budget_of(learner: Learner, rows: Sequence[Row]) -> int:
-    return learner.micro_batch_tokens(len(row.tokens) for row in rows)
+def budget_of(learner: Learner, batch: Batch) -> int:
+    return learner.micro_batch_tokens(batch.lengths)
 
 
 def attends_by_ludus(policy: nn.Module) -> bool:
@@ -465,26 +460,30 @@ def test_an_error_on_one_rank_ends_the_call_on_all(pair: Ranks) -> None:
     assert pair.run(sft_step, learner, shown)["gradient_norm"] > 0
 
 
-def imitate_another(learner: Learner, rows: Sequence[Row], what: str) -> dict[str, float]:
+def imitate_another(learner: Learner, batch: Batch, what: str) -> dict[str, float]:
     """On one rank something else is trained than on the other."""
-    rows = list(rows)
-    advantages_T = torch.zeros(sum(len(row.tokens) for row in rows))
+    tokens_T, trained_T = batch.tokens_T.clone(), batch.action_T.clone()
+    advantages_T, rows = torch.zeros(len(tokens_T)), list(range(len(batch)))
     if current_group().rank == 1:
-        first = rows[0]
         if what == "token":
-            rows[0] = replace(first, tokens=[first.tokens[0] + 1, *first.tokens[1:]])
+            tokens_T[0] += 1
         elif what == "mask":
-            rows[0] = replace(first, action_mask=[*first.action_mask[:-1], False])
+            trained_T[batch.lengths[0] - 1] = False
         elif what == "row":
             del rows[0]
-            advantages_T = advantages_T[len(first.tokens) :]
         elif what == "advantage":
             advantages_T[-1] = 1e-2
         else:
             advantages_T += 1e-7  # rounding
     weights_T = torch.full_like(advantages_T, 1e-2)
-    packs = packs_of(rows, Columns.of(rows, advantages_T + 1, weights_T), 40, ranks=2)
-    return learner.step(packs, imitation)
+    batch = replace(
+        batch,
+        tokens_T=tokens_T,
+        trained_T=trained_T,
+        advantages_T=advantages_T + 1,
+        weights_T=weights_T,
+    )
+    return learner.step(micro_batches(batch, 40, rows, ranks=2), imitation)
 
 
 def test_ranks_that_have_other_rows_do_not_train(pair: Ranks) -> None:
@@ -500,10 +499,9 @@ def test_ranks_that_have_other_rows_do_not_train(pair: Ranks) -> None:
     assert pair.run(imitate, learner, rows, 40)["gradient_norm"] > 0
 
 
-def score_another(policy: nn.Module, rows: Sequence[Row]) -> Any:
-    chosen = list(rows[current_group().rank :])
-    scored_T = torch.cat([torch.tensor(row.action_mask) for row in chosen])
-    return logprobs_of(policy, chosen, scored_T, 1.0, 40)
+def score_another(policy: nn.Module, batch: Batch) -> Any:
+    chosen_T = batch.row_mask(range(current_group().rank, len(batch)))
+    return logprobs_of(policy, replace(batch, trained_T=batch.action_T & chosen_T), 1.0, 40)
 
 
 # Checkpoints.
@@ -594,7 +592,7 @@ def die(rank: int, learner: Learner, shown: Sequence[Trajectory]) -> Any:
 def test_a_killed_rank_ends_the_run_with_its_name(pair: Ranks) -> None:
     shown = scored(played(tiny_model(), seed=1))
     _, learner = learner_on(pair, tiny_model())
-    assert rows_of(shown)
+    assert len(Batch.of(shown))
     started = time.monotonic()
     with pytest.raises(RankError, match="trainer rank 1 was killed by SIGKILL"):
         pair.run(die, 1, learner, shown)

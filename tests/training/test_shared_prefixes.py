@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,27 +38,24 @@ import ludus
 from ludus.core import Message, Segment, SegmentKind, StopReason, Task, TokenSequence, Trajectory
 from ludus.model import set_activation_checkpointing
 from ludus.training import (
-    Columns,
+    Batch,
     Learner,
     LoraConfig,
+    MicroBatch,
     ModelConfig,
     OptimizerConfig,
-    Pack,
-    Row,
     action_logprobs,
     add_adapter,
     logprobs_of,
-    packs_of,
+    micro_batches,
     policy_update,
-    rows_of,
+    sft_step,
 )
 from ludus.training.config.rl import RLConfig
 from ludus.training.data import prefixes
-from ludus.training.data.packing import concat_masks
 from ludus.training.data.prefixes import Fold
 from ludus.training.models.loading import load_model
 from ludus.training.optim import learner as learner_module
-from ludus.training.optim.policy_update import sft_step
 from ludus.training.reward_models.model import AboutHeads, RewardModel
 
 
@@ -65,13 +63,8 @@ def drawn(source: random.Random, count: int) -> list[int]:
     return [source.randrange(VOCABULARY) for _ in range(count)]
 
 
-def row_of(tokens: list[int], trained: Sequence[bool], number: int) -> Row:
-    mask = [False, *trained[1:]]
-    return Row(tokens, mask, [False] * len(tokens), [-1.0] * len(tokens), number, [], [])
-
-
 @st.composite
-def forests(draw: st.DrawFn) -> list[Row]:
+def forests(draw: st.DrawFn) -> Batch:
     """Rows of up to 127 tokens: some begin like others, end inside them, repeat them, or are alone."""
     source = random.Random(draw(st.integers(0, 1000)))
     made: list[list[int]] = []
@@ -86,43 +79,38 @@ def forests(draw: st.DrawFn) -> list[Row]:
         else:
             made.append(other[: draw(st.integers(2, len(other)))] if kind == "prefix" else list(other))
     share = draw(st.sampled_from([0.2, 0.9]))
-    rows = [
-        row_of(tokens, [source.random() < share for _ in tokens], number)
-        for number, tokens in enumerate(made)
-    ]
-    rows[0].action_mask[-1] = True  # something is trained
-    return rows
+    masks = [[i > 0 and source.random() < share for i in range(len(tokens))] for tokens in made]
+    masks[0][-1] = True  # something is trained
+    return Batch.of_tokens(made, masks, logprob=-1.0)
 
 
-def total(rows: Sequence[Row]) -> int:
-    return sum(len(row.tokens) for row in rows)
-
-
-def weighted(logprobs_A: Tensor, entropy_A: Tensor, pack: Pack) -> tuple[Tensor, dict[str, Tensor]]:
+def weighted(
+    logprobs_A: Tensor, entropy_A: Tensor, pack: MicroBatch
+) -> tuple[Tensor, dict[str, Tensor]]:
     return logprobs_A, {}
 
 
-def stepped(learner: Learner, rows: Sequence[Row], weights_T: Tensor, budget: int, share: bool) -> None:
-    columns = Columns.of(rows, weights_T, weights_T)
-    learner.step(packs_of(rows, columns, budget, share=share), weighted)
+def stepped(learner: Learner, batch: Batch, weights_T: Tensor, budget: int, share: bool) -> None:
+    batch = replace(batch, advantages_T=weights_T, weights_T=weights_T)
+    learner.step(micro_batches(batch, budget, share=share), weighted)
 
 
 @pytest.mark.parametrize("checkpointed", [0, 2])
 @settings(max_examples=25)
 @given(rows=forests(), budget=st.sampled_from([1, 90, 1000]))
-def test_any_forest_is_its_rows_one_by_one(checkpointed: int, rows: list[Row], budget: int) -> None:
+def test_any_forest_is_its_rows_one_by_one(checkpointed: int, rows: Batch, budget: int) -> None:
     model = tiny_model()
-    said_T = concat_masks(row.action_mask for row in rows)
-    given_T = logprobs_of(model, rows, said_T, 1.0, budget)
-    alone_T = torch.cat([row_logprobs(model, row.tokens).detach() for row in rows])
+    tokens, said_T = [row.tolist() for row in rows.split(rows.tokens_T)], rows.action_T
+    given_T = logprobs_of(model, rows, 1.0, budget)
+    alone_T = torch.cat([row_logprobs(model, row).detach() for row in tokens])
     torch.testing.assert_close(given_T, torch.where(said_T, alone_T, 0.0), atol=1e-5, rtol=1e-5)
 
     set_activation_checkpointing(model, checkpointed)
     generator = torch.Generator().manual_seed(0)
-    weights_T = torch.randn(total(rows), generator=generator) / 1000 * said_T
+    weights_T = torch.randn(len(said_T), generator=generator) / 1000 * said_T
     stepped(tiny_learner(model), rows, weights_T, budget, share=True)
-    slopes = [piece.tolist() for piece in weights_T.split([len(row.tokens) for row in rows])]
-    expected = gradient_of(model, [row.tokens for row in rows], slopes)
+    slopes = [piece.tolist() for piece in rows.split(weights_T)]
+    expected = gradient_of(model, tokens, slopes)
     for parameter, wanted in zip(model.parameters(), expected, strict=True):
         found = torch.zeros_like(wanted) if parameter.grad is None else parameter.grad
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
@@ -264,7 +252,7 @@ def test_a_step_in_pieces_is_the_same_step(monkeypatch: pytest.MonkeyPatch, limi
     expected = sft_step(Learner(whole, settings_of(), 10), shown)
     sizes: list[int] = []
 
-    def short_of_memory(model: nn.Module, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
+    def short_of_memory(model: nn.Module, pack: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
         sizes.append(pack.computed)
         if pack.computed > limit:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -283,11 +271,10 @@ def test_a_step_in_pieces_is_the_same_step(monkeypatch: pytest.MonkeyPatch, limi
 
 def test_budgets_count_what_is_computed() -> None:
     """Four attempts with a prompt of 50 fit where their rows would not."""
-    rows = rows_of(attempts())
-    computed = total(rows) - 3 * 48
-    columns = Columns.of(rows, torch.ones(total(rows)), torch.ones(total(rows)))
-    assert len(list(packs_of(rows, columns, computed, share=True))) == 1
-    assert len(list(packs_of(rows, columns, computed))) > 1
+    batch = Batch.of(attempts())
+    computed = len(batch.tokens_T) - 3 * 48
+    assert len(list(micro_batches(batch, computed, share=True))) == 1
+    assert len(list(micro_batches(batch, computed))) > 1
 
 
 def test_a_reward_model_scores_each_conversation_as_if_alone() -> None:

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from ludus.algos import by_token
 from ludus.core import Branch, Group, Message, Segment, SegmentKind, StopReason, Task, Trajectory
 from ludus.core.trajectory import TokenSequence
 from ludus.observe import read_groups, rollout_metrics, write_groups
 from ludus.observe.trajectory_store import select_trajectories
-from ludus.training import rows_of
-from ludus.training.data.packing import advantage_inputs
+from ludus.training import Batch
+from ludus.training.data.batch import advantage_inputs
 
 
 def tree(seed: int, attempts: int = 6) -> Group:
@@ -49,25 +50,26 @@ def tree(seed: int, attempts: int = 6) -> Group:
 @pytest.mark.parametrize("seed", range(10))
 def test_every_sampled_token_is_trained_exactly_once(seed: int) -> None:
     group = tree(seed)
-    rows = rows_of(group.trajectories)
-    trained = [
-        (token, logprob)
-        for row in rows
-        for token, said, logprob in zip(row.tokens, row.action_mask, row.logprobs, strict=True)
-        if said
-    ]
+    batch = Batch.of(group.trajectories)
+    said_T = batch.action_T
+    trained = list(
+        zip(batch.tokens_T[said_T].tolist(), batch.rollout_logprobs_T[said_T].tolist(), strict=True)
+    )
     actions = {id(action): action for one in group.trajectories for action in one.actions}
     sampled = [
         pair
         for action in actions.values()
-        for pair in zip(action.tokens, action.logprobs or [], strict=True)
+        for pair in zip(
+            action.tokens, torch.tensor(action.logprobs or [], dtype=torch.float32).tolist(), strict=True
+        )
     ]
     assert sorted(trained) == sorted(sampled)
-    inputs = advantage_inputs(rows, group.trajectories, [0] * len(group.trajectories))
+    inputs = advantage_inputs(batch, group.trajectories, [0] * len(group.trajectories))
     weights = by_token(inputs.trajectory_T, inputs.loss_mask)
     assert weights[inputs.action_T].tolist() == pytest.approx([1 / len(sampled)] * len(sampled))
-    for row in rows:  # each has the whole context in front, exactly
-        assert row.tokens == group.trajectories[row.trajectory].tokens
+    numbers = batch.trajectory_T[batch.first_R].tolist()
+    for row, number in zip(batch.split(batch.tokens_T), numbers, strict=True):
+        assert row.tolist() == group.trajectories[number].tokens  # the whole context in front, exactly
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -75,16 +77,12 @@ def test_a_lost_parent_leaves_its_turns_to_its_branches(seed: int) -> None:
     group = tree(seed)
     lost = group.trajectories[0]
     lost.reward = None
-    trained = [
-        token
-        for row in rows_of(group.trainable)
-        for token, said in zip(row.tokens, row.action_mask, strict=True)
-        if said
-    ]
+    batch = Batch.of(group.trainable)
+    trained = batch.tokens_T[batch.action_T].tolist()
     assert len(trained) == len(set(trained))
     wanted = {token for one in group.trainable for action in one.actions for token in action.tokens}
     assert set(trained) == wanted
-    inputs = advantage_inputs(rows_of(group.trainable), group.trainable, [0] * len(group.trainable))
+    inputs = advantage_inputs(batch, group.trainable, [0] * len(group.trainable))
     if inputs.tree is not None:
         assert len(inputs.tree.tree_N) == len(group.trainable)
 

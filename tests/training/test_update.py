@@ -11,10 +11,10 @@ import torch
 
 from ludus.core import Boundary, Failure, Group, Sampling, StopReason, Trajectory
 from ludus.training import (
-    Columns,
+    Batch,
     Learner,
+    MicroBatch,
     OptimizerConfig,
-    Pack,
     Parts,
     Recipe,
     RLConfig,
@@ -22,9 +22,8 @@ from ludus.training import (
     RunContext,
     action_logprobs,
     build_run_context,
-    packs_of,
+    micro_batches,
     policy_update,
-    rows_of,
     sft_step,
 )
 
@@ -41,11 +40,10 @@ def reinforced(learner: Learner, groups: list[Group], config: RLConfig) -> dict[
     return policy_update(learner, step, config, reference=None, critic=None)
 
 
-def packed_whole(trajectories: list[Trajectory]) -> Pack:
-    """All of them in one pack."""
-    rows = rows_of(trajectories)
-    zeros = torch.zeros(sum(len(row.tokens) for row in rows))
-    (packed,) = packs_of(rows, Columns.of(rows, zeros, zeros), budget=len(zeros))
+def packed_whole(trajectories: list[Trajectory]) -> MicroBatch:
+    """All of them in one micro-batch."""
+    batch = Batch.of(trajectories)
+    (packed,) = micro_batches(batch, len(batch.tokens_T))
     return packed
 
 

@@ -28,7 +28,7 @@ from ludus.rollouts import Rollout
 from ludus.rollouts.message_tree import MessageTree
 from ludus.rollouts.turn_limits import TurnLimits
 from ludus.tools import LocalTools
-from ludus.training import load_model, rows_of
+from ludus.training import Batch, load_model
 from ludus.training.config.model import ModelConfig
 from ludus.training.data.conversations import trajectory_of
 
@@ -267,10 +267,13 @@ async def test_conversations_of_clients_keep_images_apart(renderers: dict[str, R
     assert tree.counts["conversations"] == 2 and tree.counts["branches"] == 0
     shown = [[span.sha256 for span in call.media] for call in engine.calls]
     assert shown == [[noise(1).sha256], [noise(2).sha256], [noise(1).sha256, noise(3).sha256]]
-    rows = rows_of([tree.trajectory])
-    assert sorted(len(row.images) for row in rows) == [1, 2]
-    for row in rows:
-        for span in row.images:
-            assert row.tokens[span.start : span.stop] == renderer.images.tokens(  # type: ignore[union-attr]
-                Media("image", span.sha256, span.data)
-            )
+    batch = Batch.of([tree.trajectory])
+    ends = batch.lengths_R.cumsum(0).tolist()
+    pairs = list(zip(ends, batch.lengths, strict=True))
+    by_row = [sum(end - n <= s.start < end for s in batch.images) for end, n in pairs]
+    assert sorted(by_row) == [1, 2]
+    for span in batch.images:
+        found = batch.tokens_T[span.start : span.stop].tolist()
+        assert found == renderer.images.tokens(  # type: ignore[union-attr]
+            Media("image", span.sha256, span.data)
+        )

@@ -17,10 +17,9 @@ import ludus
 from ludus.chat import Renderer, load_format
 from ludus.core.messages import Media, Message
 from ludus.model import use_ludus_attention
-from ludus.training import load_model, logprobs_of, rows_of
+from ludus.training import Batch, load_model, logprobs_of
 from ludus.training.config.model import ModelConfig
 from ludus.training.data.conversations import trajectory_of
-from ludus.training.data.packing import concat_masks, trajectory_ids
 from ludus.training.reward_models import RewardModelConfig, fit_reward_model, load_reward_model
 
 NAMES = list(COLOURS)
@@ -70,10 +69,9 @@ def test_dpo_learns_from_images(model: Path, tmp_path: Path) -> None:
         use_ludus_attention(policy)
         renderer = Renderer(tokenizer, load_format("hermes"))
         shown = [trajectory_of(one, renderer, ()) for n in range(24) for one in conversations(n)]
-        rows = rows_of(shown)
-        said_T = concat_masks(row.action_mask for row in rows)
-        logprobs_T = logprobs_of(policy, rows, said_T, 1.0, 4096)
-        return torch.zeros(len(shown)).index_add(0, trajectory_ids(rows), logprobs_T).reshape(24, 4)
+        batch = Batch.of(shown)
+        logprobs_T = logprobs_of(policy, batch, 1.0, 4096)
+        return torch.zeros(len(shown)).index_add(0, batch.trajectory_T, logprobs_T).reshape(24, 4)
 
     stage: dict[str, Any] = {
         "kind": "dpo",

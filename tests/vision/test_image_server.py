@@ -30,7 +30,7 @@ from ludus.model.image_files import decode_image
 from ludus.rollouts.message_tree import MessageTree
 from ludus.rollouts.turn_limits import TurnLimits
 from ludus.serve.model import CheckpointService, EpisodeService, EpisodeSession, ModelServer
-from ludus.training import load_model, rows_of
+from ludus.training import Batch, load_model
 from ludus.training.config.model import ModelConfig
 
 
@@ -322,6 +322,7 @@ async def test_episodes_of_programs_record_their_images(folder: Path) -> None:
         async with http.post(target, json=body, headers=headers) as answer:
             assert answer.status == 400
     await engine.close()
-    (row,) = rows_of([tree.trajectory])
-    assert [span.sha256 for span in row.images] == [noise(1).sha256]
-    assert row.images[0].data == noise(1).data
+    batch = Batch.of([tree.trajectory])
+    assert len(batch) == 1
+    assert [span.sha256 for span in batch.images] == [noise(1).sha256]
+    assert batch.images[0].data == noise(1).data

@@ -25,17 +25,15 @@ from ludus.model.image_features import vision_parameters
 from ludus.model.image_files import decode_image
 from ludus.observe import keep_images, read_trajectories, with_images, write_trajectories
 from ludus.training import (
-    Columns,
+    Batch,
     Learner,
     OptimizerConfig,
     load_model,
     logprobs_of,
-    packs_of,
-    rows_of,
+    micro_batches,
 )
 from ludus.training.config.model import ModelConfig
 from ludus.training.data import prefixes
-from ludus.training.data.packing import concat_masks
 from ludus.training.optim.logprobs import action_logprobs
 
 SAVERS = {"llava": save_llava, "idefics3": save_idefics3}
@@ -108,23 +106,19 @@ async def test_recomputed_logprobs_equal_the_engines(folder: Path) -> None:
     model, renderer = loaded(folder)
     shown = [(noise(1), noise(2, (33, 40))), (noise(3), noise(1)), (noise(4), noise(5))]
     found = [await played(model, renderer, *images) for images in shown]
-    rows = rows_of(found)
-    assert [len(row.images) for row in rows] == [2, 2, 2]
-    action_T = concat_masks(row.action_mask for row in rows)
-    sampled = torch.tensor([value for row in rows for value in row.logprobs])[action_T]
+    batch = Batch.of(found)
+    ends = batch.lengths_R.cumsum(0)
+    rows = [int(torch.searchsorted(ends, span.start, right=True)) for span in batch.images]
+    assert rows == [0, 0, 1, 1, 2, 2]
+    action_T, sampled = batch.action_T, batch.rollout_logprobs_T[batch.action_T]
     for budget in (10_000, 64, 1):  # in one micro-batch, in some, and row by row
-        recomputed = logprobs_of(model, rows, action_T, 1.0, budget)[action_T]
+        recomputed = logprobs_of(model, batch, 1.0, budget)[action_T]
         torch.testing.assert_close(recomputed, sampled, atol=1e-4, rtol=0)
-    swapped = [
-        replace(
-            row, images=tuple(replace(s, sha256=noise(9).sha256, data=noise(9).data) for s in row.images)
-        )
-        for row in rows[1:]
-    ]
+    images = [replace(s, sha256=noise(9).sha256, data=noise(9).data) for s in batch.images]
+    swapped = replace(batch, images=tuple(images))
     with pytest.raises(AssertionError):  # other images, the same tokens
-        others = concat_masks(row.action_mask for row in swapped)
-        again = logprobs_of(model, swapped, others, 1.0, 10_000)[others]
-        torch.testing.assert_close(again, sampled[-len(again) :], atol=1e-4, rtol=0)
+        again = logprobs_of(model, swapped, 1.0, 10_000)[action_T]
+        torch.testing.assert_close(again, sampled, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("share", [False, True])
@@ -137,20 +131,18 @@ async def test_gradients_equal_the_stock_models(
     monkeypatch.setattr(prefixes, "_SHORTEST", 1)
     model, renderer = loaded(folder, vision=vision)
     found, shown = await episodes(model, renderer)
-    rows = rows_of(found)
-    weights = torch.ones(sum(len(row.tokens) for row in rows))
-    columns = Columns.of(rows, weights, weights)
-    (pack,) = packs_of(rows, columns, 10_000, share=share)
+    batch = Batch.of(found)
+    (pack,) = micro_batches(batch, 10_000, share=share)
     if share:
         behind = found[0].sequences[0].media[0].stop  # of the image that two rows share
         assert pack.fold is not None and sum(pack.lengths) - pack.computed > behind
     logprobs, _ = action_logprobs(model, pack, 1.0)
     (-logprobs.sum()).backward()
     stock: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-    for row, images in zip(rows, shown, strict=True):
-        given = stock_logprobs(folder, stock, row.tokens, images)
-        mask = torch.tensor(row.action_mask[1:])
-        (-given[mask].sum()).backward()
+    rows = zip(batch.split(batch.tokens_T), batch.split(batch.action_T), shown, strict=True)
+    for tokens_T, action_T, images in rows:
+        given = stock_logprobs(folder, stock, tokens_T.tolist(), images)
+        (-given[action_T[1:]].sum()).backward()
     expected = {name: p.grad for name, p in stock.named_parameters()}
     seeing = {id(p) for p in vision_parameters(model)}
     assert seeing
@@ -166,9 +158,7 @@ async def test_gradients_equal_the_stock_models(
 async def test_a_split_pack_keeps_each_image_with_its_row(folder: Path) -> None:
     model, renderer = loaded(folder)
     found = [await played(model, renderer, noise(i), noise(i + 1)) for i in range(1, 4)]
-    rows = rows_of(found)
-    weights = torch.ones(sum(len(row.tokens) for row in rows))
-    (pack,) = packs_of(rows, Columns.of(rows, weights, weights), 10_000)
+    (pack,) = micro_batches(Batch.of(found), 10_000)
     whole, _ = action_logprobs(model, pack, 1.0)
     parts = [
         part for half in pack.split() for part in (half.split() if len(half.lengths) > 1 else [half])
@@ -190,9 +180,8 @@ async def test_a_sampled_placeholder_is_trained_like_any_other_token(folder: Pat
     scored = await engine.score(sequence.segments[0].tokens + sampled, media=sequence.media)
     await engine.close()
     sequence.segments[1] = Segment(SegmentKind.ACTION, sampled, scored[-len(sampled) :])
-    rows = rows_of([trajectory])
-    mask = concat_masks(row.action_mask for row in rows)
-    recomputed = logprobs_of(model, rows, mask, 1.0, 10_000)[mask]
+    batch = Batch.of([trajectory])
+    recomputed = logprobs_of(model, batch, 1.0, 10_000)[batch.action_T]
     torch.testing.assert_close(recomputed, torch.tensor(scored[-len(sampled) :]), atol=1e-4, rtol=0)
 
 
@@ -204,16 +193,15 @@ async def test_images_survive_files_and_are_missed_loudly(folder: Path, tmp_path
     bare = read_trajectories(file)
     assert [s.data for s in bare[0].sequences[0].media] == [None, None]
     assert bare[0].sequences[0].media == found[0].sequences[0].media
-    mask = concat_masks(row.action_mask for row in rows_of(bare))
     fresh, _ = loaded(folder)  # which has no memory of these images
     with pytest.raises(LudusError, match=r"not at hand.*media/"):
-        logprobs_of(fresh, rows_of(bare), mask, 1.0, 10_000)
+        logprobs_of(fresh, Batch.of(bare), 1.0, 10_000)
     with pytest.raises(ConfigError, match=noise(1).sha256):
         with_images(read_trajectories(file), file)
     keep_images(tmp_path, found)
     again = with_images(read_trajectories(file), file)
-    expected = logprobs_of(model, rows_of(found), mask, 1.0, 10_000)
-    torch.testing.assert_close(logprobs_of(fresh, rows_of(again), mask, 1.0, 10_000), expected)
+    expected = logprobs_of(model, Batch.of(found), 1.0, 10_000)
+    torch.testing.assert_close(logprobs_of(fresh, Batch.of(again), 1.0, 10_000), expected)
     (tmp_path / "media" / noise(1).sha256).write_bytes(b"damaged")
     with pytest.raises(ConfigError, match="damaged"):
         with_images(read_trajectories(file), file)
@@ -221,10 +209,10 @@ async def test_images_survive_files_and_are_missed_loudly(folder: Path, tmp_path
 
 async def test_observations_with_images_are_trained_without_them(folder: Path) -> None:
     model, renderer = loaded(folder)
-    (row,) = rows_of([await played(model, renderer, noise(1), noise(2))])
-    assert any(row.observation_mask)
-    for span in row.images:
-        assert not any(row.observation_mask[span.start : span.stop])
+    batch = Batch.of([await played(model, renderer, noise(1), noise(2))])
+    assert batch.observation_T.any() and batch.images
+    for span in batch.images:
+        assert not batch.observation_T[span.start : span.stop].any()
 
 
 def test_a_text_model_refuses_the_images_of_another(folder: Path) -> None:
@@ -234,9 +222,9 @@ def test_a_text_model_refuses_the_images_of_another(folder: Path) -> None:
     opening = renderer.opening([Message("user", "?", media=(noise(1),))])
     action = Segment(SegmentKind.ACTION, [5], [0.0])
     prompt = Segment(SegmentKind.PROMPT, opening.tokens, media=opening.media)
-    rows = rows_of([Trajectory(Task("t"), [TokenSequence([prompt, action])])])
+    batch = Batch.of([Trajectory(Task("t"), [TokenSequence([prompt, action])])])
     with pytest.raises(LudusError, match="reads text only"):
-        logprobs_of(model, rows, concat_masks(row.action_mask for row in rows), 1.0, 100)
+        logprobs_of(model, batch, 1.0, 100)
 
 
 def counted(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -264,9 +252,8 @@ async def test_a_frozen_tower_sees_a_image_once_an_update(
     engine = EmbeddedEngine(model, renderer.tokenizer, EngineConfig(cache_tokens=2048))
     shown = [[noise(1), noise(2, (33, 40))], [noise(3), noise(1)], [noise(1), noise(3)]]
     found = [await played(model, renderer, *one) for one in shown]
-    rows = rows_of(found)
-    weights_T = torch.full((sum(len(row.tokens) for row in rows),), 0.01)
-    columns = Columns.of(rows, torch.ones_like(weights_T), weights_T)
+    batch = Batch.of(found)
+    batch = replace(batch, weights_T=torch.full((len(batch.tokens_T),), 0.01))
     learner = Learner(model, OptimizerConfig(learning_rate=1e-3, micro_batch_tokens=1), 10)
     seen.clear()
     await engine.update_weights()  # as after an update: what is kept is forgotten
@@ -274,19 +261,21 @@ async def test_a_frozen_tower_sees_a_image_once_an_update(
     def passes() -> int:
         """Each row in a micro-batch of its own, first without gradients and then with them."""
         seen.clear()
-        logprobs_of(model, rows, columns.trained_T, 1.0, 1)
-        learner.step(packs_of(rows, columns, 1), imitation)
+        logprobs_of(model, batch, 1.0, 1)
+        learner.step(micro_batches(batch, 1), imitation)
         return len(seen)
 
     assert passes() == (3 if vision == "frozen" else 2 * 6)
     assert passes() == (0 if vision == "frozen" else 2 * 6)
-    before = await engine.score(rows[0].tokens, media=rows[0].images)
+    first = batch.split(batch.tokens_T)[0].tolist()
+    media = batch.images_of(0, len(first))
+    before = await engine.score(first, media=media)
     assert len(seen) == (0 if vision == "frozen" else 2 * 6 + 2)
     with torch.no_grad():
         for parameter in vision_parameters(model):
             parameter.mul_(0.5)
     await engine.update_weights()
-    assert await engine.score(rows[0].tokens, media=rows[0].images) != pytest.approx(before, abs=1e-3)
+    assert await engine.score(first, media=media) != pytest.approx(before, abs=1e-3)
     await engine.close()
 
 
@@ -299,11 +288,10 @@ def imitation(
 async def test_features_are_kept_within_a_bound(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(image_features, "FEATURE_BYTES", 1)
     model, renderer = loaded(folder)
-    rows = rows_of([await played(model, renderer, noise(1), noise(2))])
-    action_T = concat_masks(row.action_mask for row in rows)
-    first = logprobs_of(model, rows, action_T, 1.0, 100)
+    batch = Batch.of([await played(model, renderer, noise(1), noise(2))])
+    first = logprobs_of(model, batch, 1.0, 100)
     seen = counted(model, monkeypatch)
-    assert torch.equal(logprobs_of(model, rows, action_T, 1.0, 100), first)
+    assert torch.equal(logprobs_of(model, batch, 1.0, 100), first)
     assert len(seen) == 2
 
 
@@ -315,9 +303,8 @@ def test_a_trained_vision_part_has_a_gradient_from_every_pass(folder: Path) -> N
         Segment(SegmentKind.PROMPT, opening.tokens),
         Segment(SegmentKind.ACTION, [5, 6], [0.0, 0.0]),
     ]
-    rows = rows_of([Trajectory(Task("t"), [TokenSequence(segments)])])
-    weights_T = torch.ones(len(rows[0].tokens))
-    (pack,) = packs_of(rows, Columns.of(rows, weights_T, weights_T), 1000)
+    batch = Batch.of([Trajectory(Task("t"), [TokenSequence(segments)])])
+    (pack,) = micro_batches(batch, 1000)
     logprobs_A, _ = action_logprobs(model, pack, 1.0)
     logprobs_A.sum().backward()
     for parameter in vision_parameters(model):

@@ -6,17 +6,12 @@ ones it runs. `registry` has the tables of names.
 
 from __future__ import annotations
 
-from typing import Never
-
 from ludus.algos.advantage_inputs import (
     AdvantageInputs,
     Advantages,
-    Attempt,
     Estimator,
     Need,
-    TurnTokens,
     action_span,
-    inputs_from,
     needs,
     needs_of,
     token_rewards,
@@ -57,6 +52,7 @@ from ludus.algos.losses import (
     policy_gradient,
     with_regularization,
 )
+from ludus.algos.plain_lists import Attempt, TurnTokens, inputs_from
 from ludus.algos.registry import (
     AGGREGATIONS,
     ALGORITHMS,
@@ -149,17 +145,3 @@ __all__ = [
     "value_loss",
     "with_regularization",
 ]
-
-_RENAMED = {
-    "Credit": "AdvantageInputs",
-    "Estimate": "Advantages",
-    "Sampled": "LossInputs",
-    "Turn": "TurnTokens",
-    "credit_from": "inputs_from",
-}
-
-
-def __getattr__(name: str) -> Never:
-    if name in _RENAMED:
-        raise ImportError(f"ludus.algos.{name} is now ludus.algos.{_RENAMED[name]}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

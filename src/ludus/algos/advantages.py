@@ -143,7 +143,7 @@ def turn_grpo(inputs: AdvantageInputs, *, discount: Share = 1.0, normalise: bool
     U_j is the last turn of sibling j. Episodes differ in how many turns they have, and that biases the obvious
     baselines. The mean over all turns of the group counts long episodes, mostly the failing ones, many
     times, and it is the same for early and late turns although discounted returns are not. The mean over those
-    that reached turn u leaves out whoever was done before, which are mostly the succeeding ones. Here each
+    that reached turn u leaves out those that were done before, mostly the succeeding ones. Here each
     sibling counts exactly once at every turn: at the same turn, or, if it was over by then, at its last. One
     that never acted counts with its total.
 

@@ -54,7 +54,7 @@ def effective_sample_size(mean: float, mean_square: float, count: float = 1.0) -
 
 
 def corrected(loss: PolicyLoss, correction: Correction) -> PolicyLoss:
-    """The same loss, each token weighted by its correction."""
+    """The loss, each token weighted by its correction."""
     level: Level = getattr(correction, "keywords", {}).get("level", "token")
 
     def weighted(inputs: LossInputs) -> tuple[Tensor, Metrics]:

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from ludus.algos.advantage_inputs import AdvantageInputs, Advantages, Estimator, Need, needs_of
 from ludus.algos.importance import Correction, corrected
-from ludus.algos.kl import Divergence
-from ludus.algos.losses import Aggregation, LossInputs, Metrics, PolicyLoss
+from ludus.algos.kl import Divergence, k3
+from ludus.algos.losses import Aggregation, LossInputs, PolicyLoss
 from ludus.core.config import Config
 from ludus.core.failures import ConfigError, LudusError
 from ludus.core.registry import Registry
@@ -79,32 +79,33 @@ Options = Mapping[str, Any]
 
 def load_estimator(name: str, options: Options | None = None) -> Estimator:
     """An advantage estimator with its options bound."""
-    bound: Estimator = _bound(ESTIMATORS, name, options)
-    return checked_estimator(name, bound, needs_of(ESTIMATORS.load(name))) if _is_own(name) else bound
+    needs_critic = Need.CRITIC in needs_of(ESTIMATORS.load(name))
+    estimator: Estimator = _loaded(ESTIMATORS, name, options, partial(_check_advantages, needs_critic))
+    return estimator
 
 
 def load_loss(name: str, options: Options | None = None) -> PolicyLoss:
     """A policy loss with its options bound."""
-    bound: PolicyLoss = _bound(LOSSES, name, options)
-    return checked_loss(name, bound) if _is_own(name) else bound
+    loss: PolicyLoss = _loaded(LOSSES, name, options, _check_loss)
+    return loss
 
 
 def load_aggregation(name: str, options: Options | None = None) -> Aggregation:
     """An aggregation with its options bound."""
-    bound: Aggregation = _bound(AGGREGATIONS, name, options)
-    return checked_aggregation(name, bound) if _is_own(name) else bound
+    aggregation: Aggregation = _loaded(AGGREGATIONS, name, options, _check_aggregation)
+    return aggregation
 
 
 def load_correction(name: str, options: Options | None = None) -> Correction:
     """An importance correction with its options bound."""
-    bound: Correction = _bound(CORRECTIONS, name, options)
-    return checked_correction(name, bound) if _is_own(name) else bound
+    correction: Correction = _loaded(CORRECTIONS, name, options, _check_correction)
+    return correction
 
 
 def load_divergence(name: str) -> Divergence:
     """An estimator of the divergence from a reference."""
-    bound: Divergence = _bound(DIVERGENCES, name, None)
-    return bound
+    divergence: Divergence = _bound(DIVERGENCES, name, None)
+    return divergence
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,7 @@ ALGORITHMS: dict[str, AlgorithmSpec] = {
 """A recipe's `algorithm`: one of these, or a reference to an estimator of one's own."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Algorithm:
     """Everything that an update needs to know, ready to be called."""
 
@@ -145,6 +146,8 @@ class Algorithm:
     loss: PolicyLoss
     weigh: Aggregation
     needs: frozenset[Need]
+    divergence: Divergence = k3
+    """How the KL divergence from a reference is estimated."""
 
 
 def load_algorithm(
@@ -157,6 +160,7 @@ def load_algorithm(
     aggregation_options: Options | None = None,
     correction: str | None = None,
     correction_options: Options | None = None,
+    divergence: str = "k3",
 ) -> Algorithm:
     """The algorithm of that name; `options` are its estimator's, and what is left out is as usual for it."""
     plan = ALGORITHMS.get(name)
@@ -175,11 +179,25 @@ def load_algorithm(
         loss=policy_loss,
         weigh=load_aggregation(aggregation or plan.aggregation, aggregation_options),
         needs=needs_of(ESTIMATORS.load(plan.estimator)),
+        divergence=load_divergence(divergence),
     )
 
 
-def _is_own(name: str) -> bool:
-    return ":" in name
+def _loaded(
+    registry: Registry, name: str, options: Options | None, check: Callable[..., None]
+) -> Callable[..., Any]:
+    """The function with its options bound. What a user's own function returns is checked at each call."""
+    function: Callable[..., Any] = _bound(registry, name, options)
+    if ":" not in name:
+        return function
+    who = f"the {registry.kind} {name!r}"
+
+    def checked(*inputs: Any) -> Any:
+        found = called(who, function, *inputs)
+        check(who, found, *inputs)
+        return found
+
+    return checked
 
 
 def _bound(registry: Registry, name: str, options: Options | None) -> Any:
@@ -264,73 +282,40 @@ def _places(error: Exception) -> str:
     return f" ({', '.join(frames)})" if frames else ""
 
 
-def checked_estimator(name: str, estimate: Estimator, needs: frozenset[Need]) -> Estimator:
-    """The estimator; what it returns must be an `Advantages` of this batch."""
-
-    def checked(inputs: AdvantageInputs) -> Advantages:
-        who = f"the estimator {name!r}"
-        found: Any = called(who, estimate, inputs)
-        if not isinstance(found, Advantages):
-            raise ConfigError(
-                f"{who} returned {_described(found)}; an Advantages is wanted: inputs.broadcast(advantages_N), "
-                "inputs.broadcast_turns(advantages_U) or Advantages(advantages_T)"
-            )
-        tokens = len(inputs.trajectory_T)
-        _check(found.advantages_T, tokens, f"{who} returned advantages_T", "one for each token")
-        if found.returns_T is not None:
-            _check(found.returns_T, tokens, f"{who} returned returns_T", "one for each token")
-        elif Need.CRITIC in needs:
-            raise ConfigError(
-                f"{who} needs a critic and returned no returns_T, from which the critic would learn: "
-                "Advantages(advantages_T, returns_T)"
-            )
-        return found
-
-    return checked
+def _check_advantages(needs_critic: bool, who: str, found: Any, inputs: AdvantageInputs) -> None:
+    if not isinstance(found, Advantages):
+        raise ConfigError(
+            f"{who} returned {_described(found)}; an Advantages is wanted: inputs.broadcast(advantages_N), "
+            "inputs.broadcast_turns(advantages_U) or Advantages(advantages_T)"
+        )
+    tokens = len(inputs.trajectory_T)
+    _check(found.advantages_T, tokens, f"{who} returned advantages_T", "one for each token")
+    if found.returns_T is not None:
+        _check(found.returns_T, tokens, f"{who} returned returns_T", "one for each token")
+    elif needs_critic:
+        raise ConfigError(
+            f"{who} needs a critic and returned no returns_T, from which the critic would learn: "
+            "Advantages(advantages_T, returns_T)"
+        )
 
 
-def checked_loss(name: str, loss: PolicyLoss) -> PolicyLoss:
-    """The loss; a loss and metrics for each token are wanted. Whether they are finite, the gradient says."""
-
-    def checked(inputs: LossInputs) -> tuple[Tensor, Metrics]:
-        who, size = f"the loss {name!r}", len(inputs.logprobs_A)
-        found: Any = called(who, loss, inputs)
-        if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
-            raise ConfigError(f"{who} returned {_described(found)}; (loss_A, metrics_A) is wanted")
-        loss_A, metrics = found
-        wanted = "one for each trained token, not their mean"
-        _check(loss_A, size, f"{who} returned a loss", wanted, is_finite=False)
-        for metric, value_A in metrics.items():
-            _check(value_A, size, f"{who} returned the metric {metric!r}", wanted, is_finite=False)
-        return loss_A, metrics
-
-    return checked
+def _check_loss(who: str, found: Any, inputs: LossInputs) -> None:
+    """A loss and metrics for each token are wanted. Whether they are finite, the gradient says."""
+    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
+        raise ConfigError(f"{who} returned {_described(found)}; (loss_A, metrics_A) is wanted")
+    loss_A, metrics = found
+    size, wanted = len(inputs.logprobs_A), "one for each trained token, not their mean"
+    _check(loss_A, size, f"{who} returned a loss", wanted, is_finite=False)
+    for metric, value_A in metrics.items():
+        _check(value_A, size, f"{who} returned the metric {metric!r}", wanted, is_finite=False)
 
 
-def checked_aggregation(name: str, weigh: Aggregation) -> Aggregation:
-    """The aggregation; a weight for each token is wanted."""
-
-    def checked(trajectory_T: Tensor, trained_T: Tensor) -> Tensor:
-        who = f"the aggregation {name!r}"
-        found: Any = called(who, weigh, trajectory_T, trained_T)
-        _check(found, len(trained_T), f"{who} returned weights", "one for each token")
-        weight_T: Tensor = found
-        return weight_T
-
-    return checked
+def _check_aggregation(who: str, found: Any, trajectory_T: Tensor, trained_T: Tensor) -> None:
+    _check(found, len(trained_T), f"{who} returned weights", "one for each token")
 
 
-def checked_correction(name: str, correction: Correction) -> Correction:
-    """The correction; a weight for each token is wanted."""
-
-    def checked(inputs: LossInputs) -> Tensor:
-        who, size = f"the correction {name!r}", len(inputs.logprobs_A)
-        found: Any = called(who, correction, inputs)
-        _check(found, size, f"{who} returned weights", "one for each trained token")
-        weight_A: Tensor = found
-        return weight_A
-
-    return checked
+def _check_correction(who: str, found: Any, inputs: LossInputs) -> None:
+    _check(found, len(inputs.logprobs_A), f"{who} returned weights", "one for each trained token")
 
 
 def _check(found: Any, size: int, who: str, wanted: str, *, is_finite: bool = True) -> None:

@@ -62,7 +62,7 @@ class TreeNodes:
         return sum_within(values_N[self.leaf_P], self.node_P, count) / size_K.clamp(min=1)
 
     def weighted_means(self, values_N: Tensor, weight_N: Tensor) -> Tensor:
-        """The same with these weights of the leaves."""
+        """The mean over the leaves of each node, with these weights."""
         count = len(self.parent_K)
         sums_K = sum_within((values_N * weight_N)[self.leaf_P], self.node_P, count)
         return sums_K / sum_within(weight_N[self.leaf_P], self.node_P, count).clamp(min=1e-12)
@@ -123,7 +123,7 @@ def tree_nodes(paths: Sequence[Sequence[int]], turns: int, masked_N: Tensor | No
             if node_U[turn] != before:
                 parent_K[node_U[turn]], before = before, node_U[turn]
         if path:
-            trees[leaf] = leaves[path[0]][0]  # whoever shares anything shares the first turn
+            trees[leaf] = leaves[path[0]][0]  # attempts that share anything share the first turn
     pairs = [(k, leaf) for own, k in numbers.items() for leaf in own]
 
     def whole(values: Sequence[int]) -> Tensor:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ludus.training.config.recipe_files import load_recipe
     from ludus.training.config.rl import BrokenConfig, CriticConfig, RLConfig, RolloutSettings
     from ludus.training.config.stages import OptimizerConfig, PreferenceConfig
+    from ludus.training.data.batch import Batch
     from ludus.training.data.conversations import (
         read_conversations,
         read_labelled,
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
         trajectory_of,
     )
     from ludus.training.data.curriculum import Curriculum, CurriculumConfig
-    from ludus.training.data.packing import Columns, Pack, Row, packs_of, rows_of
+    from ludus.training.data.micro_batches import MicroBatch, micro_batches
     from ludus.training.data.task_sampler import TaskSampler, TaskSet, items_of_step
     from ludus.training.evaluation.evaluate import Evaluation
     from ludus.training.loop import Trainer
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from ludus.training.optim.critic import Critic
     from ludus.training.optim.learner import Learner, frozen
     from ludus.training.optim.logprobs import action_logprobs, logprobs_of
-    from ludus.training.optim.policy_update import policy_update, sft_step
+    from ludus.training.optim.policy_update import policy_update
     from ludus.training.preflight import check_parts
     from ludus.training.rollout_worker import RolloutBatch, RolloutWorker
     from ludus.training.run_context import (
@@ -44,10 +45,11 @@ if TYPE_CHECKING:
         close_task_sets,
         play_expert,
     )
+    from ludus.training.stages.sft import sft_step
 
 __all__ = [
+    "Batch",
     "BrokenConfig",
-    "Columns",
     "Critic",
     "CriticConfig",
     "Curriculum",
@@ -55,9 +57,9 @@ __all__ = [
     "Evaluation",
     "Learner",
     "LoraConfig",
+    "MicroBatch",
     "ModelConfig",
     "OptimizerConfig",
-    "Pack",
     "Parts",
     "PreferenceConfig",
     "RLConfig",
@@ -66,7 +68,6 @@ __all__ = [
     "RolloutBatch",
     "RolloutSettings",
     "RolloutWorker",
-    "Row",
     "RunContext",
     "RunProgress",
     "ScratchConfig",
@@ -92,14 +93,13 @@ __all__ = [
     "load_parts",
     "load_recipe",
     "logprobs_of",
-    "packs_of",
+    "micro_batches",
     "play_expert",
     "policy_update",
     "read_conversations",
     "read_labelled",
     "read_pairs",
     "rollout",
-    "rows_of",
     "save_adapter",
     "save_model",
     "scratch_model",

@@ -1,4 +1,4 @@
-"""Data that somebody wrote down: conversations to imitate, pairs and labelled answers to prefer by.
+"""Conversations from files and datasets: to imitate, in pairs and with labels to prefer by, with scores.
 
 A row is read in the forms that people have: `messages` (or ShareGPT's `conversations`), `prompt` and
 `completion`, `prompt` with `chosen` and `rejected`, and `label` beside a conversation. Answers are texts or
@@ -97,7 +97,7 @@ def read_pairs(
 
 
 def read_preferences(source: str | Path, columns: Columns | None = None) -> list[Preference]:
-    """The same with what is better in which respect: `dimensions` = {"accuracy": "chosen", "style": "tie"}."""
+    """Pairs with verdicts by respect: `dimensions` = {"accuracy": "chosen", "style": "tie"}."""
     what = 'a pair {"prompt": ..., "chosen": ..., "rejected": ..., "dimensions": {...}}'
     return list(_parsed_rows(source, columns, what, _preference))
 
@@ -335,8 +335,10 @@ def _act(trajectory: Trajectory, message: Message, renderer: Renderer, turn: str
     sequence = trajectory.sequences[-1]
     text = renderer.action_text(message)
     tokens = renderer.action_tokens(text, turn)
-    nobody = [0.0] * len(tokens)
-    sequence.segments.append(Segment(SegmentKind.ACTION, tokens, nobody, finish=FinishReason.STOP_TOKEN))
+    unknown = [0.0] * len(tokens)
+    sequence.segments.append(
+        Segment(SegmentKind.ACTION, tokens, unknown, finish=FinishReason.STOP_TOKEN)
+    )
     opened = "" if turn or text.startswith(THINK[0]) else renderer.features.opens_thinking
     return opened + text
 

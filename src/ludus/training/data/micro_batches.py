@@ -1,146 +1,182 @@
-"""Micro-batches: which rows travel together, on which rank, and in how many pieces where memory is short."""
+"""Micro-batches: packed rows as a forward pass takes them, spread over ranks, split where memory is short."""
 
 from __future__ import annotations
 
 import gc
-import heapq
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate, islice
-from typing import Any, Generic, Protocol, Self, TypeVar
 
+import numpy as np
 import torch
+from torch import Tensor, nn
 
 from ludus.core.failures import LudusError
-from ludus.training.data.prefixes import Bundle, Ints, bundles_of, computed_tokens
+from ludus.core.messages import MediaSpan
+from ludus.kernels import arrays_to_device
+from ludus.training.data.batch import Batch
+from ludus.training.data.packing import micro_batches_of, shared_micro_batches_of, split_point
+from ludus.training.data.prefixes import Fold, Ints, row_keys, sorted_by_prefix
 
 log = logging.getLogger(__name__)
 
 
-def micro_batches_of(lengths: Sequence[int], budget: int, ranks: int = 1) -> list[list[int]]:
-    """Row numbers in micro-batches of at most `budget` tokens; a longer row travels alone.
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Rows of a batch end to end: T tokens, A of them trained. Each was predicted from the position before it.
 
-    Longest first, each into the fullest micro-batch that still takes it: few of them, evenly filled, and
-    rows of like length together, which is what attention over packed rows likes best. For several `ranks` they
-    are as even as can be instead, and as many as there are ranks or a multiple of that.
+    Where rows share prefixes, a forward pass computes U tokens, fewer than T: see `Fold`.
     """
-    return _even_batches(lengths, budget, ranks) if ranks > 1 else _full_batches(lengths, budget)
 
-
-_PARTS = (0.5, 1, 1.25, 1.5)
-"""Of a rank's part of all tokens: what rows that share a prefix may take before they are dealt out."""
-
-
-def shared_micro_batches_of(keys: Sequence[Ints], budget: int, ranks: int = 1) -> list[list[int]]:
-    """The same for rows that may begin alike: these travel together, and what they share counts once.
-
-    Ranks that compute at the same time need about as much to do, so for several of them rows that share a
-    prefix are kept together or dealt out, whichever has all ranks done first.
-    """
-    if ranks == 1:
-        return _bundled(bundles_of(keys, budget), budget, ranks)
-    part = sum(bundle.size for bundle in bundles_of(keys, budget)) / ranks
-    limits = [budget, *(min(budget, int(part * some) + 1) for some in _PARTS), 1]
-    plans = [_bundled(bundles_of(keys, limit), budget, ranks) for limit in limits]
-    return min(plans, key=lambda plan: _duration(plan, keys, ranks))
-
-
-def _bundled(bundles: Sequence[Bundle], budget: int, ranks: int) -> list[list[int]]:
-    batches = micro_batches_of([bundle.size for bundle in bundles], budget, ranks)
-    return [[row for i in batch for row in bundles[i].rows] for batch in batches]
-
-
-def _duration(batches: Sequence[Sequence[int]], keys: Sequence[Ints], ranks: int) -> int:
-    """Tokens that are computed one after the other: in each round, those of the largest micro-batch."""
-    sizes = [computed_tokens([keys[i] for i in batch]) for batch in batches]
-    return sum(max(sizes[first : first + ranks]) for first in range(0, len(sizes), ranks))
-
-
-def _full_batches(sizes: Sequence[int], budget: int) -> list[list[int]]:
-    """Longest first, each into the fullest batch that still takes it."""
-    batches: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        size = sizes[index]
-        fits = [b for b, left in enumerate(room) if left >= size]
-        if fits:
-            best = min(fits, key=lambda b: room[b])
-            batches[best].append(index)
-            room[best] -= size
-        else:
-            batches.append([index])
-            room.append(budget - size)
-    return batches
-
-
-def _even_batches(sizes: Sequence[int], budget: int, ranks: int) -> list[list[int]]:
-    """Longest first, each into the batch with the fewest tokens; the largest batches come first.
-
-    Ranks that compute at the same time then have about as much to do.
-    """
-    order = sorted(range(len(sizes)), key=lambda i: -sizes[i])
-    count = ranks * max(1, -(-sum(sizes) // (budget * ranks)))
-    while True:
-        batches: list[list[int]] = [[] for _ in range(count)]
-        loads = [(0, place) for place in range(count)]
-        for index in order:
-            load, place = heapq.heappop(loads)
-            batches[place].append(index)
-            heapq.heappush(loads, (load + sizes[index], place))
-        if all(load <= budget or len(batches[place]) < 2 for load, place in loads):
-            return [
-                batches[place]
-                for load, place in sorted(loads, key=lambda one: (-one[0], one[1]))
-                if load
-            ]
-        count += ranks
-
-
-def split_point(lengths: Sequence[int], own: Sequence[int] | None = None) -> tuple[int, int]:
-    """(rows, tokens) of the first half: at least a row each, and as even as whole rows allow.
-
-    Where rows share prefixes, `own` has what each adds to those before it. The second half computes anew what
-    its first row shared with the first half, so that it is best cut where little is shared.
-    """
-    if len(lengths) < 2:
-        raise ValueError("a single row cannot be halved")
-    ends = list(accumulate(lengths))
-    added = list(accumulate(lengths if own is None else own))
-
-    def larger(row: int) -> int:
-        again = 0 if own is None else lengths[row] - own[row]
-        return max(added[row - 1], added[-1] - added[row - 1] + again)
-
-    row = min(range(1, len(lengths)), key=larger)
-    return row, ends[row - 1]
-
-
-class MicroBatch(Protocol):
-    """A micro-batch of whole rows."""
-
-    @property
-    def lengths(self) -> Sequence[int]:
-        """The tokens of each row."""
+    lengths: list[int]
+    """The tokens of each row."""
+    tokens_T: Tensor
+    trained_index_A: Tensor
+    """The positions of the trained tokens among the T."""
+    source_index_A: Tensor
+    """The positions of the trained tokens among those of the batch."""
+    row_A: Tensor
+    """The row of the micro-batch in which each trained token lies."""
+    rollout_logprobs_A: Tensor
+    old_logprobs_A: Tensor
+    advantages_A: Tensor
+    weights_A: Tensor
+    fold: Fold | None = None
+    """Which prefixes the rows share and a pass computes once; None where they share none."""
+    images: tuple[MediaSpan, ...] = ()
+    """Which of the T tokens stand for images."""
 
     @property
     def computed(self) -> int:
-        """The tokens that a pass computes: all of them, less those of shared prefixes."""
+        """The tokens that a pass computes."""
+        return sum(self.lengths) if self.fold is None else self.fold.computed
 
-    def split(self) -> tuple[Self, Self]: ...
+    @property
+    def actions(self) -> Tensor:
+        """The trained tokens themselves."""
+        return self.tokens_T[self.trained_index_A]
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The tensors on a device, in one copy. The fold stays on the host."""
+        names = [one.name for one in fields(self) if isinstance(getattr(self, one.name), Tensor)]
+        there = _all_to_device([getattr(self, name) for name in names], device)
+        return replace(self, **dict(zip(names, there, strict=True)))  # type: ignore[arg-type]
+
+    def split(self) -> tuple[MicroBatch, MicroBatch]:
+        """Two micro-batches of whole rows, of about as many tokens each."""
+        row, place = split_point(self.lengths, None if self.fold is None else self.fold.own_R.tolist())
+        return self._part(slice(0, row), 0, place), self._part(
+            slice(row, None), place, len(self.tokens_T)
+        )
+
+    def _part(self, rows: slice, start: int, stop: int) -> MicroBatch:
+        """The rows whose tokens are those from `start` to `stop`."""
+        lengths = self.lengths[rows]
+        inside_A = (self.trained_index_A >= start) & (self.trained_index_A < stop)
+        return MicroBatch(
+            lengths=lengths,
+            tokens_T=self.tokens_T[start:stop],
+            trained_index_A=self.trained_index_A[inside_A] - start,
+            source_index_A=self.source_index_A[inside_A],
+            row_A=self.row_A[inside_A] - rows.start,
+            rollout_logprobs_A=self.rollout_logprobs_A[inside_A],
+            old_logprobs_A=self.old_logprobs_A[inside_A],
+            advantages_A=self.advantages_A[inside_A],
+            weights_A=self.weights_A[inside_A],
+            fold=None if self.fold is None else self.fold.part(start, lengths),
+            images=tuple(span.moved(-start) for span in self.images if start <= span.start < stop),
+        )
 
 
-B = TypeVar("B", bound=MicroBatch)
+def micro_batches(
+    batch: Batch,
+    budget: int,
+    rows: Sequence[int] | None = None,
+    ranks: int = 1,
+    *,
+    share: bool = False,
+) -> Iterator[MicroBatch]:
+    """These rows of a batch (all when left out), packed; a row without a trained token is left out.
+
+    With `share`, a prefix that rows of a micro-batch share is computed once.
+    """
+    numbers = batch.rows_with(batch.trained_T, rows)
+    lengths = batch.lengths
+    ends = list(accumulate(lengths, initial=0))
+    tokens = batch.tokens_T.numpy()
+    keys: list[Ints] = []
+    if share:
+        images = [batch.images_of(ends[i], lengths[i]) for i in numbers]
+        keys = row_keys([tokens[ends[i] : ends[i + 1]] for i in numbers], images)
+        packed = shared_micro_batches_of(keys, budget, ranks)
+    else:
+        packed = micro_batches_of([lengths[i] for i in numbers], budget, ranks)
+    for part in packed:
+        fold: Fold | None = None
+        if share:
+            order, common = sorted_by_prefix([keys[i] for i in part])
+            if any(common):
+                part = [part[i] for i in order]  # halves then have whole subtrees
+                fold = Fold.of([keys[i] for i in part])
+        yield _micro_batch(batch, [numbers[i] for i in part], ends, fold)
 
 
-@dataclass(frozen=True, slots=True)
-class Round(Generic[B]):
+def _micro_batch(
+    batch: Batch, rows: Sequence[int], ends: Sequence[int], fold: Fold | None
+) -> MicroBatch:
+    """These rows of a batch, whose tokens begin and end at `ends`."""
+    lengths = [ends[i + 1] - ends[i] for i in rows]
+    source_T = torch.from_numpy(np.concatenate([np.arange(ends[i], ends[i + 1]) for i in rows]))
+    trained_index_A = take_rows(batch.trained_T, source_T).nonzero().squeeze(1)
+    source_A = take_rows(source_T, trained_index_A)
+    row_T = torch.from_numpy(np.repeat(np.arange(len(rows)), lengths))
+    starts = accumulate(lengths, initial=0)
+    placed = zip(rows, starts, lengths, strict=False)
+    return MicroBatch(
+        lengths=lengths,
+        tokens_T=take_rows(batch.tokens_T, source_T),
+        trained_index_A=trained_index_A,
+        source_index_A=source_A,
+        row_A=take_rows(row_T, trained_index_A),
+        rollout_logprobs_A=take_rows(batch.rollout_logprobs_T, source_A),
+        old_logprobs_A=take_rows(batch.old_logprobs_T, source_A),
+        advantages_A=take_rows(batch.advantages_T, source_A),
+        weights_A=take_rows(batch.weights_T, source_A),
+        fold=fold,
+        images=tuple(span.moved(at) for i, at, n in placed for span in batch.images_of(ends[i], n)),
+    )
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """On the device. Copies to a GPU go through pinned memory: others wait until the GPU has caught up."""
+    return _all_to_device([tensor], device)[0]
+
+
+def _all_to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    if device.type != "cuda" or any(tensor.device.type != "cpu" for tensor in tensors):
+        return [tensor.to(device) for tensor in tensors]
+    return arrays_to_device([tensor.numpy() for tensor in tensors], device)
+
+
+def take_rows(values_T: Tensor, place_A: Tensor) -> Tensor:
+    """values_T[place_A], on the host; half precision becomes float32."""
+    values_T = values_T.detach()
+    if values_T.dtype in (torch.bfloat16, torch.float16):  # numpy knows one of them alone
+        values_T = values_T.float()
+    return torch.from_numpy(values_T.numpy()[place_A.numpy()])
+
+
+@dataclass(slots=True)
+class Round:
     """What all ranks compute at the same time: a micro-batch each, or None for one that has nothing left.
 
     Every rank knows the whole round, so that all of them split it alike.
     """
 
-    batches: tuple[B | None, ...]
+    batches: tuple[MicroBatch | None, ...]
+    added: frozenset[nn.Parameter] = frozenset()
+    """Parameters that have its gradient already, from an attempt that ran out of memory later on."""
 
     @property
     def lengths(self) -> Sequence[int]:
@@ -152,18 +188,19 @@ class Round(Generic[B]):
         return self._largest.computed
 
     @property
-    def _largest(self) -> B:
+    def _largest(self) -> MicroBatch:
         return max((one for one in self.batches if one is not None), key=lambda one: one.computed)
 
-    def split(self) -> tuple[Round[B], Round[B]]:
+    def split(self) -> tuple[Round, Round]:
         """Two rounds with a half of each micro-batch; one of a single row stays whole."""
         halves = [
             one.split() if one is not None and len(one.lengths) > 1 else (one, None)
             for one in self.batches
         ]
-        return Round(tuple(first for first, _ in halves)), Round(tuple(second for _, second in halves))
+        first, second = (tuple(half[side] for half in halves) for side in (0, 1))
+        return Round(first, self.added), Round(second, self.added)
 
-    def of_rank(self, rank: int) -> tuple[B, bool]:
+    def of_rank(self, rank: int) -> tuple[MicroBatch, bool]:
         """A rank's micro-batch, and whether it counts. A rank without one computes a short row for nothing:
 
         all ranks must make the same passes, because each of them gathers parameters from all.
@@ -177,8 +214,8 @@ class Round(Generic[B]):
         return filler, False
 
 
-def rounds_of(batches: Iterable[B], ranks: int) -> Iterator[Round[B]]:
-    """Micro-batches dealt to the ranks, one each in a round."""
+def rounds_of(batches: Iterable[MicroBatch], ranks: int) -> Iterator[Round]:
+    """Micro-batches in rounds, one for each rank."""
     left = iter(batches)
     while given := tuple(islice(left, ranks)):
         yield Round((*given, *[None] * (ranks - len(given))))
@@ -187,24 +224,24 @@ def rounds_of(batches: Iterable[B], ranks: int) -> Iterator[Round[B]]:
 class MicroBatchSplitter:
     """Micro-batch splitting: one that runs out of memory comes back in two, and later ones are smaller.
 
-        for batch in splitter.over(batches):
+        for given in splitter.over(rounds):
             try:
-                passed(batch)  # a function of its own, so that no local variable outlives a failed pass
+                passed(given)  # a function of its own, so that no local variable outlives a failed pass
             except RuntimeError as error:
-                splitter.retry(batch, error)
+                splitter.retry(given, error)
 
     A pass that runs out of memory must leave no trace. `max_tokens` stays at what fitted.
     """
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
-        self._waiting: list[Any] = []
+        self._waiting: list[Round] = []
         self._has_failed = False
 
-    def over(self, micro_batches: Iterable[B]) -> Iterator[B]:
+    def over(self, rounds: Iterable[Round]) -> Iterator[Round]:
         """Each of them, or its pieces. They may have been made before the limit fell."""
-        for micro_batch in micro_batches:
-            self._waiting = [micro_batch]
+        for whole in rounds:
+            self._waiting = [whole]
             while self._waiting:
                 batch = self._waiting.pop()
                 if self._has_failed:  # the error, whose frames held the pass's tensors, is gone by now
@@ -215,7 +252,7 @@ class MicroBatchSplitter:
                 else:
                     yield batch
 
-    def retry(self, batch: MicroBatch, error: RuntimeError, *, needs_less: bool = False) -> None:
+    def retry(self, batch: Round, error: RuntimeError, *, needs_less: bool = False) -> None:
         """Put a batch that ran out of memory back in two; other errors are raised again.
 
         A single row cannot be split: it is tried once more where the next attempt `needs_less` memory.

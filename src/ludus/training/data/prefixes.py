@@ -6,15 +6,15 @@
                                    nodes 3, 4   c, d      parent 2      row 1, row 2
 
 Prefixes are shared in whole blocks of tokens, as in an engine's prefix cache: a few tokens are not worth a
-node, and what some rows take together is the sum of what each adds to the one before it, whoever else is there.
+node, and the tokens of a bundle of rows are the sum of what each row adds to the one before it in sorted order.
 
-Whoever trains goes on to speak of rows. A fold says at which of the computed tokens each token of a row is
-found. The hidden state there is that of the row's token, as it depends on the tokens before it alone. A child's
-first token is predicted at its parent's last one, because that is the token before it in its row.
+Losses and log-probabilities refer to the tokens of rows. A fold maps each of these to a computed token, whose
+hidden state is the same, because it depends on the tokens before it alone. A child's first token is predicted
+at its parent's last one, which is the token before it in its row.
 
 Tokens are compared, not where they come from: attempts at one task share their prompt, branches of a tree their
-turns, the two sides of a preference pair what was asked. Images have the same placeholder tokens, so a
-image's first token counts as its hash. A block may end inside an image.
+turns, the two sides of a preference pair what was asked. Images have the same placeholder tokens, so an
+image's first token is compared by its hash. A block may end inside an image.
 """
 
 from __future__ import annotations
@@ -54,6 +54,10 @@ class Fold:
     @classmethod
     def of(cls, keys: Sequence[Ints]) -> Fold | None:
         """Fold rows, given a number for each token, equal where tokens are; None where no two begin alike."""
+        # Sorted, rows with a common prefix are neighbours, and common[i] is what row order[i] shares with the
+        # one before it. So a run of neighbours is a subtree: rows first..stop whose common values exceed
+        # `depth` share at least the smallest of these values, and that prefix (from depth on) is one node.
+        # Below the node the run is cut again where a common value is not larger than the node's end.
         order, common = sorted_by_prefix(keys)
         if not any(common):
             return None
@@ -62,14 +66,18 @@ class Fold:
         lengths: list[int] = []
         parents: list[int] = []
         computed = 0
-        waiting = [(0, len(keys), 0, -1)]
+        waiting = [
+            (0, len(keys), 0, -1)
+        ]  # (first row, last + 1, tokens above, node above), in sorted order
         while waiting:
             first, stop, depth, parent = waiting.pop()
             for begin, end in _runs(common, first, stop, depth):
                 upto = min(common[begin + 1 : end]) if end - begin > 1 else len(keys[order[begin]])
                 if upto == depth:
                     continue  # the row ends with the node before
-                for row in order[begin:end]:
+                for row in order[
+                    begin:end
+                ]:  # the node's tokens are these rows' tokens from depth to upto
                     place = starts[row]
                     index_T[place + depth : place + upto] = np.arange(computed, computed + upto - depth)
                 if end - begin > 1:
@@ -77,6 +85,7 @@ class Fold:
                 lengths.append(upto - depth)
                 parents.append(parent)
                 computed += upto - depth
+        # the first token of the rows that each computed one stands for: unique() returns first occurrences
         source_U = np.unique(index_T, return_index=True)[1]
         own_R = np.bincount(np.searchsorted(starts, source_U, side="right") - 1, minlength=len(keys))
         return cls(index_T, source_U, lengths, parents, own_R)
@@ -120,7 +129,9 @@ def _runs(common: Sequence[int], first: int, stop: int, depth: int) -> Iterator[
             begin = place
 
 
-def row_keys(tokens: Sequence[Sequence[int]], images: Sequence[Sequence[MediaSpan]]) -> list[Ints]:
+def row_keys(
+    tokens: Sequence[Sequence[int] | Ints], images: Sequence[Sequence[MediaSpan]]
+) -> list[Ints]:
     """The tokens of each row; a number below 0 for an image, at its first token."""
     known: dict[str, int] = {}
     keys = [np.array(row, dtype=np.int64) for row in tokens]

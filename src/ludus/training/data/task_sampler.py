@@ -185,7 +185,7 @@ def next_sets(weights: Sequence[float], drawn: Sequence[int], size: int) -> list
     """
     if len(weights) == 1:
         return [0] * size
-    total = sum(map(Fraction, weights))  # exact, because a rounded tie could leave nobody due
+    total = sum(map(Fraction, weights))  # exact, because a rounded tie could leave no set due
     shares = [Fraction(weight) / total for weight in weights]
     slack = Fraction(1, 2 * len(weights) - 2)
     had, place = list(drawn), sum(drawn)

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import replace
 from itertools import count, repeat
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,15 @@ from ludus.core.failures import LudusError
 from ludus.model import decoder_of, images_of, sampling_mode
 from ludus.model.image_features import PlacedFeatures, placed_features
 from ludus.training.config.rl import CriticConfig
-from ludus.training.data.micro_batches import MicroBatchSplitter
-from ludus.training.data.packing import PackedRows, Row, pack_rows, row_mask, take_rows, to_device
-from ludus.training.optim.forward import ForwardInputs, packed_states, shares_prefixes
+from ludus.training.data.batch import Batch
+from ludus.training.data.micro_batches import (
+    MicroBatch,
+    MicroBatchSplitter,
+    micro_batches,
+    take_rows,
+    to_device,
+)
+from ludus.training.optim.forward import at_places, packed_states, shares_prefixes
 from ludus.training.optim.learner import Updater
 from ludus.training.optim.shard_files import read_shards, write_shards
 from ludus.training.optim.sharding import (
@@ -80,18 +85,6 @@ class ValueModel(nn.Module):
         return self.head
 
 
-@dataclass(frozen=True, slots=True)
-class ValueTargets:
-    """What a critic learns in a step, over the tokens of all rows."""
-
-    used_T: Tensor
-    """Where its value was used, and hence where it has something to learn."""
-    old_T: Tensor
-    """Its values before the update."""
-    returns_T: Tensor
-    """What they should have been."""
-
-
 class Critic:
     """A value function and its optimizer."""
 
@@ -114,86 +107,86 @@ class Critic:
         return step < (self.config.warmup_steps or 0)
 
     @torch.no_grad()
-    def values(self, rows: Sequence[Row]) -> Tensor:
+    def values(self, batch: Batch) -> Tensor:
         """The value before each token; 0 at the first one of a row, where there is nothing to read from."""
-        values_T = torch.zeros(sum(len(row.tokens) for row in rows))
+        wanted_T = torch.ones_like(batch.action_T).index_fill(0, batch.first_R, False)
+        batch = replace(batch, trained_T=wanted_T)
         budget = self.config.optimizer.micro_batch_tokens
-
+        values_T = torch.zeros(len(batch.tokens_T))
         splitter, group = MicroBatchSplitter(budget), group_of(self.model)
-        packed = pack_rows(rows, range(len(rows)), budget, group.size, share=self._shares)
+        packed = micro_batches(batch, budget, ranks=group.size, share=self._shares)
         with sampling_mode(self.model):
             for given in splitter.over(group.rounds(packed)):
                 part, counts = given.of_rank(group.rank)
                 try:
-                    after_T = self._after(part).cpu()
+                    values_A = self._values(part.to(self.updater.device)).cpu()
                     group.agree()
                 except RuntimeError as error:
                     group.tell(error)
                     splitter.retry(given, error)
                     continue
-                if not counts:
-                    continue
-                inside_T = torch.ones(len(after_T), dtype=torch.bool)
-                inside_T[torch.tensor(part.lengths).cumsum(0) - torch.tensor(part.lengths)] = False
-                values_T[part.source_index_T[inside_T]] = after_T.roll(1)[inside_T]
+                if counts:
+                    values_T[part.source_index_A] = values_A
         return group.total(values_T)
 
     def learn(
         self,
-        rows: Sequence[Row],
-        targets: ValueTargets,
+        batch: Batch,
+        old_T: Tensor,
+        returns_T: Tensor,
         parts: Sequence[Sequence[int]],
         at: int | None = None,
     ) -> dict[str, float]:
         """`passes` times over the step's rows, one update for each part; the last pass's mean metrics.
 
-        `at` is the place of the first of these updates in the plan.
+        Args:
+            batch: The rows. `trained_T` is where the critic's value was used, and hence has something to learn.
+            old_T: Its values before the update.
+            returns_T: What they should have been.
+            parts: The rows of each update.
+            at: The place of the first of these updates in the plan.
         """
         metrics: list[dict[str, float]] = []
         places = count(at) if at is not None else repeat(None)
         for _ in range(self.config.passes):
-            metrics = [self._update(rows, targets, part, next(places)) for part in parts]
+            metrics = [self._update(batch, old_T, returns_T, part, next(places)) for part in parts]
         self.updater.clear_gradients()
         return {shown: sum(m[name] for m in metrics) / len(metrics) for name, shown in NAMES.items()}
 
     def _update(
-        self, rows: Sequence[Row], targets: ValueTargets, part: Sequence[int], at: int | None
+        self, batch: Batch, old_T: Tensor, returns_T: Tensor, rows: Sequence[int], at: int | None
     ) -> dict[str, float]:
-        inside_T = row_mask(rows, part) & targets.used_T
+        inside_T = batch.row_mask(rows) & batch.trained_T
         weights_T = by_token(torch.zeros(len(inside_T), dtype=torch.long), inside_T)
-        budget = self.updater.micro_batch_tokens(len(rows[i].tokens) for i in part)
-        loss = partial(self._loss, targets, weights_T)
-        packed = pack_rows(rows, part, budget, self.updater.group.size, share=self._shares)
-        return self.updater.optimizer_step(packed, loss, at=at)
+        batch = replace(batch, trained_T=inside_T, weights_T=weights_T)
+        lengths, updater = batch.lengths, self.updater
+        budget = updater.micro_batch_tokens(lengths[i] for i in rows)
 
-    def _loss(
-        self, targets: ValueTargets, weights_T: Tensor, packed: PackedRows
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        place_A = take_rows(targets.used_T, packed.source_index_T).nonzero().squeeze(1)
-        source_index_A = take_rows(packed.source_index_T, place_A)
-        device = self.updater.device
-        old_A, returns_A, weights_A = (
-            to_device(take_rows(one_T, source_index_A), device)
-            for one_T in (targets.old_T, targets.returns_T, weights_T)
-        )
-        values_A = self._after(packed)[to_device(place_A, device) - 1]
-        loss_A, metrics = value_loss(values_A, old_A, returns_A, bound=self.config.clip)
-        return loss_A, weights_A, metrics
+        def loss(part: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+            source_A = part.source_index_A.cpu()
+            old_A, returns_A = (
+                to_device(take_rows(one_T, source_A), updater.device) for one_T in (old_T, returns_T)
+            )
+            return value_loss(self._values(part), old_A, returns_A, bound=self.config.clip)
 
-    def _after(self, packed: PackedRows) -> Tensor:
-        """The value after each token of the rows."""
-        inputs = ForwardInputs.of(packed, self.updater.device)
+        packed = micro_batches(batch, budget, rows, updater.group.size, share=self._shares)
+        return updater.optimizer_step(packed, loss, at=at)
+
+    def _values(self, batch: MicroBatch) -> Tensor:
+        """The value before each trained token: it is read from the hidden state of the token before it."""
         if self.config.kind == "model":
             placed = None
             if (
                 images_of(self.policy) is not None
             ):  # the vision part is the policy's; every rank asks for it
                 with torch.no_grad(), sampling_mode(self.policy):
-                    placed = compute(self.policy, placed_features, packed.images)
-            return inputs.for_rows(compute(self.model, _values_of_tokens, inputs, placed))
-        with torch.no_grad(), sampling_mode(self.policy):
-            hidden_UD = compute(self.policy, packed_states, inputs)
-        return inputs.for_rows(compute(self.model, _values_of_states, hidden_UD))
+                    placed = compute(self.policy, placed_features, batch.images)
+            values_U, index_T = compute(self.model, _values_of_tokens, batch, placed)
+        else:
+            with torch.no_grad(), sampling_mode(self.policy):
+                hidden_UD, index_T = compute(self.policy, packed_states, batch)
+            values_U = compute(self.model, _values_of_states, hidden_UD)
+        return at_places(values_U, index_T, batch.trained_index_A - 1)
 
     @property
     def _shares(self) -> bool:
@@ -228,8 +221,11 @@ class Critic:
         return weights | self.updater.tensors()
 
 
-def _values_of_tokens(model: ValueModel, inputs: ForwardInputs, placed: PlacedFeatures | None) -> Tensor:
-    return _values_of_states(model, packed_states(model, inputs, placed))
+def _values_of_tokens(
+    model: ValueModel, batch: MicroBatch, placed: PlacedFeatures | None
+) -> tuple[Tensor, Tensor | None]:
+    hidden_UD, index_T = packed_states(model, batch, placed)
+    return _values_of_states(model, hidden_UD), index_T
 
 
 def _values_of_states(model: ValueModel, hidden_UD: Tensor) -> Tensor:

@@ -1,70 +1,51 @@
-"""What the forward pass takes of a micro-batch: the tokens to compute, and where a row's are among them."""
+"""The decoder's pass over a micro-batch: its rows end to end, or folded into a prefix forest."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 
-from ludus.core.messages import MediaSpan
 from ludus.kernels import arrays_to_device
 from ludus.model import ForestContext, PackedContext, can_share_prefixes, hidden_states
 from ludus.model.image_features import PlacedFeatures, placed_features, with_features
-from ludus.training.data.packing import Pack, PackedRows, to_device
+from ludus.training.data.micro_batches import MicroBatch
 from ludus.training.optim.sharding import group_of
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardInputs:
-    """The tokens that are computed, U of them, and what each attends to."""
-
-    tokens_U: Tensor
-    context: PackedContext
-    tokens_T: Tensor
-    """The tokens of the rows."""
-    index_T: Tensor | None = None
-    """Where each token of the rows is among the computed ones; None where they are the same."""
-    source_U: Tensor | None = None
-    """The token of the rows that each computed one stands for; likewise."""
-    images: tuple[MediaSpan, ...] = ()
-    """Where images stand, among the tokens of the rows."""
-
-    @classmethod
-    def of(cls, batch: Pack | PackedRows, device: torch.device) -> ForwardInputs:
-        tokens_T, fold = to_device(batch.tokens_T, device), batch.fold
-        if fold is None:
-            context = PackedContext(batch.lengths, device)
-            return cls(tokens_T, context, tokens_T, images=batch.images)
-        index_T, source_U = (arrays_to_device([one], device)[0] for one in (fold.index_T, fold.source_U))
-        forest = ForestContext(fold.lengths, fold.parents, device)
-        tokens_U = tokens_T.index_select(0, source_U)
-        return cls(tokens_U, forest, tokens_T, index_T, source_U, batch.images)
-
-    def at(self, place_A: Tensor) -> Tensor:
-        """Where these tokens of the rows are among those that are computed."""
-        return place_A if self.index_T is None else self.index_T.index_select(0, place_A)
-
-    def for_rows(self, values_U: Tensor) -> Tensor:
-        """Values of the computed tokens for each token of the rows."""
-        return values_U if self.index_T is None else values_U.index_select(0, self.index_T)
-
-
 def packed_states(
-    model: nn.Module, inputs: ForwardInputs, placed: PlacedFeatures | None = None
-) -> Tensor:
-    """[U, hidden]: the last hidden states of the tokens that are computed.
+    model: nn.Module, batch: MicroBatch, placed: PlacedFeatures | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """(hidden_UD, index_T): the last hidden states, and where each token of the rows is among them.
 
-    `placed` are the features of the images, where they are another model's than this one's.
+    The index is None where every token was computed, in order. A token of a shared prefix has the hidden state
+    that was computed for all of its rows.
+
+    Args:
+        model: The model, or the part that has its decoder.
+        batch: The micro-batch, on the model's device.
+        placed: The features of the images, where they are another model's than this one's.
     """
+    device = batch.tokens_T.device
     if placed is None:
-        placed = placed_features(model, inputs.images)
-    embedded_D = with_features(model, inputs.tokens_T, placed)
-    if embedded_D is not None and inputs.source_U is not None:
-        embedded_D = embedded_D.index_select(0, inputs.source_U)
-    context = inputs.context
-    return hidden_states(model, inputs.tokens_U, context.position_ids, context, embedded_D)
+        placed = placed_features(model, batch.images)
+    embedded_D = with_features(model, batch.tokens_T, placed)
+    if batch.fold is None:
+        packed = PackedContext(batch.lengths, device)
+        return hidden_states(model, batch.tokens_T, packed.position_ids, packed, embedded_D), None
+    index_T, source_U = (
+        arrays_to_device([one], device)[0] for one in (batch.fold.index_T, batch.fold.source_U)
+    )
+    forest = ForestContext(batch.fold.lengths, batch.fold.parents, device)
+    tokens_U = batch.tokens_T.index_select(0, source_U)
+    if embedded_D is not None:
+        embedded_D = embedded_D.index_select(0, source_U)
+    return hidden_states(model, tokens_U, forest.position_ids, forest, embedded_D), index_T
+
+
+def at_places(values_U: Tensor, index_T: Tensor | None, place_A: Tensor) -> Tensor:
+    """Of values of the computed tokens, those of these tokens of the rows."""
+    return values_U.index_select(0, place_A if index_T is None else index_T.index_select(0, place_A))
 
 
 _shares: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()

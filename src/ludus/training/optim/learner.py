@@ -14,10 +14,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,15 +23,16 @@ from ludus.core.failures import LudusError
 from ludus.core.random import key
 from ludus.kernels import on_device
 from ludus.training.config.stages import OptimizerConfig
+from ludus.training.data.batch import Batch
 from ludus.training.data.micro_batches import (
     MicroBatch,
     MicroBatchSplitter,
     Round,
     is_out_of_memory,
+    micro_batches,
 )
-from ludus.training.data.packing import Pack
 from ludus.training.optim.forward import shares_prefixes
-from ludus.training.optim.logprobs import action_logprobs
+from ludus.training.optim.logprobs import action_logprobs, logprobs_of
 from ludus.training.optim.memory import MemoryBudget
 from ludus.training.optim.optimizer import GradientAccumulator, MasterAdamW, lr_factor
 from ludus.training.optim.shard_files import read_shards, write_shards
@@ -50,32 +48,10 @@ log = logging.getLogger(__name__)
 TOKENS = "action_tokens"
 """The metric that counts the tokens that the others are means over."""
 Metrics = dict[str, Tensor]
-Objective = Callable[[Tensor, Tensor, Pack], tuple[Tensor, Metrics]]
-"""(logprobs_A, entropy_A, pack) -> (loss_A, metrics_A): what is minimised, and what is reported."""
-
-B = TypeVar("B", bound=MicroBatch)
-LossFunction = Callable[[B], tuple[Tensor, Tensor, Metrics]]
-"""(micro-batch) -> (loss_A, weights_A, metrics_A). It may be called again, so it should have no effects."""
-
-
-@dataclass(slots=True)
-class _Attempt(Generic[B]):
-    """A round of micro-batches, and the parameters that got its gradient in an attempt that failed later on."""
-
-    round: Round[B]
-    skipped: frozenset[nn.Parameter] = frozenset()
-
-    @property
-    def lengths(self) -> Sequence[int]:
-        return self.round.lengths
-
-    @property
-    def computed(self) -> int:
-        return self.round.computed
-
-    def split(self) -> tuple[_Attempt[B], _Attempt[B]]:
-        first, second = self.round.split()
-        return _Attempt(first, self.skipped), _Attempt(second, self.skipped)
+LossFunction = Callable[[MicroBatch], tuple[Tensor, Metrics]]
+"""(micro-batch) -> (loss_A, metrics_A). It may be called again, so it should have no effects."""
+Objective = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, Metrics]]
+"""(logprobs_A, entropy_A, micro-batch) -> (loss_A, metrics_A): what is minimised, and what is reported."""
 
 
 class Updater:
@@ -116,11 +92,11 @@ class Updater:
 
     def optimizer_step(
         self,
-        batches: Iterable[B],
-        loss: LossFunction[B],
+        batches: Iterable[MicroBatch],
+        loss: LossFunction,
         *,
         at: int | None = None,
-        measured: Iterable[B] = (),
+        measured: Iterable[MicroBatch] = (),
         limits: Mapping[str, float] | None = None,
     ) -> dict[str, float]:
         """One optimizer step over all micro-batches; none where there are none.
@@ -141,20 +117,20 @@ class Updater:
         self.clear_gradients()
         self.optimizer.masters.adopt_changes()
         rows: list[dict[str, Tensor]] = []
-        rounds: list[Round[B]] = []
+        rounds: list[Round] = []
         with on_device(self.device):
             with self._gradients.collecting(), self._dropout.drawn_for(self.steps_done):
-                for attempt in self._splitter.over(map(_Attempt, self.group.rounds(batches))):
+                for given in self._splitter.over(self.group.rounds(batches)):
                     try:
-                        rows.append(self._forward_backward(attempt, loss))
-                        rounds.append(attempt.round)
+                        rows.append(self._forward_backward(given, loss))
+                        rounds.append(given)
                     except RuntimeError as error:
                         self.group.tell(error)
-                        self._splitter.retry(attempt, error, needs_less=self._can_shrink(attempt, error))
+                        self._splitter.retry(given, error, needs_less=self._can_shrink(given, error))
                 has_gradient = bool(rows)
                 for given in self._splitter.over(self.group.rounds(measured)):
                     try:
-                        rows.append(_forward_only(given, loss, self.group))
+                        rows.append(self._forward_only(given, loss))
                         rounds.append(given)
                     except RuntimeError as error:
                         self.group.tell(error)
@@ -176,23 +152,34 @@ class Updater:
         self.steps_done += 1
         return metrics | {"learning_rate": self.optimizer.param_groups[0]["lr"]}
 
-    def _forward_backward(self, attempt: _Attempt[B], loss: LossFunction[B]) -> dict[str, Tensor]:
+    def _forward_backward(self, given: Round, loss: LossFunction) -> dict[str, Tensor]:
         """One micro-batch; its gradients go into the accumulator."""
-        self._gradients.begin_attempt(attempt.skipped)
-        batch, counts = attempt.round.of_rank(self.group.rank)
-        loss_A, weights_A, metrics = loss(batch)
+        self._gradients.begin_attempt(given.added)
+        part, counts = given.of_rank(self.group.rank)
+        batch = part.to(self.device)
+        loss_A, metrics = loss(batch)
+        weights_A = batch.weights_A
         total = (loss_A * (weights_A if counts else torch.zeros_like(weights_A))).sum()
         row = _summed(total, weights_A, metrics, counts)
         torch.autograd.backward(total)
         self.group.agree()  # that all ranks have got to the end of it
         return row
 
-    def _can_shrink(self, attempt: _Attempt[Any], error: RuntimeError) -> bool:
+    @torch.no_grad()
+    def _forward_only(self, given: Round, loss: LossFunction) -> dict[str, Tensor]:
+        part, counts = given.of_rank(self.group.rank)
+        batch = part.to(self.device)
+        loss_A, metrics = loss(batch)
+        row = _summed((loss_A * batch.weights_A).sum(), batch.weights_A, metrics, counts)
+        self.group.agree()
+        return row
+
+    def _can_shrink(self, given: Round, error: RuntimeError) -> bool:
         """After a failed attempt: note who has its gradient; a single row gets activation checkpointing."""
         if not is_out_of_memory(error):
             return False
-        attempt.skipped = self._gradients.end_failed_attempt()
-        return len(attempt.lengths) == 1 and self._memory.checkpoint_all_layers()
+        given.added = self._gradients.end_failed_attempt()
+        return len(given.lengths) == 1 and self._memory.checkpoint_all_layers()
 
     def _apply_gradients(self, at: int) -> Tensor:
         """Clip and step; the gradient's norm. The weights stay as they were if it is not finite."""
@@ -253,31 +240,52 @@ class Learner(Updater):
 
     def step(
         self,
-        packs: Iterable[Pack],
+        batches: Iterable[MicroBatch],
         objective: Objective,
         *,
         at: int | None = None,
-        measured: Iterable[Pack] = (),
+        measured: Iterable[MicroBatch] = (),
         limits: Mapping[str, float] | None = None,
     ) -> dict[str, float]:
         """One optimizer step on an objective of the trained tokens' log-probabilities."""
-        loss = partial(self._loss, objective)
-        return self.optimizer_step(packs, loss, at=at, measured=measured, limits=limits)
 
-    def _loss(self, objective: Objective, packed: Pack) -> tuple[Tensor, Tensor, Metrics]:
-        pack = packed.to(self.device)
-        logprobs_A, entropy_A = action_logprobs(self.model, pack, self.temperature)
-        loss_A, metrics = objective(logprobs_A, entropy_A, pack)
-        return loss_A, pack.weights_A, {"entropy": entropy_A, **metrics}
+        def loss(batch: MicroBatch) -> tuple[Tensor, Metrics]:
+            logprobs_A, entropy_A = action_logprobs(self.model, batch, self.temperature)
+            loss_A, metrics = objective(logprobs_A, entropy_A, batch)
+            return loss_A, {"entropy": entropy_A, **metrics}
 
+        return self.optimizer_step(batches, loss, at=at, measured=measured, limits=limits)
 
-@torch.no_grad()
-def _forward_only(given: Round[B], loss: LossFunction[B], group: RankGroup) -> dict[str, Tensor]:
-    batch, counts = given.of_rank(group.rank)
-    loss_A, weights_A, metrics = loss(batch)
-    row = _summed((loss_A * weights_A).sum(), weights_A, metrics, counts)
-    group.agree()
-    return row
+    def step_on(
+        self,
+        batch: Batch,
+        objective: Objective,
+        *,
+        at: int | None = None,
+        rows: Sequence[int] | None = None,
+        measured: Sequence[int] = (),
+        limits: Mapping[str, float] | None = None,
+    ) -> dict[str, float]:
+        """One optimizer step on these rows of a batch (on all when left out), packed as memory allows.
+
+        `measured` are rows that are in the metrics and have no gradient.
+        """
+        lengths, share, ranks = batch.lengths, self.shares_prefixes, self.group.size
+        learned = range(len(batch)) if rows is None else rows
+        budget = self.micro_batch_tokens(lengths[i] for i in learned)
+        plain = self.config.micro_batch_tokens
+        return self.step(
+            micro_batches(batch, budget, learned, ranks, share=share),
+            objective,
+            at=at,
+            measured=micro_batches(batch, plain, measured, ranks, share=share),
+            limits=limits,
+        )
+
+    def logprobs(self, batch: Batch, model: nn.Module | None = None) -> Tensor:
+        """The trained tokens' log-probabilities under the policy, or under another model; see `logprobs_of`."""
+        budget, share = self.config.micro_batch_tokens, self.config.share_prefixes
+        return logprobs_of(model or self.model, batch, self.temperature, budget, share=share)
 
 
 def _summed(loss: Tensor, weights_A: Tensor, metrics: Metrics, counts: bool) -> dict[str, Tensor]:
@@ -314,7 +322,7 @@ def _step_metrics(
     return metrics | dict(zip(others, values[len(rows) * len(names) :], strict=True))
 
 
-def _prefix_sharing(rounds: Sequence[Round[Any]]) -> dict[str, float]:
+def _prefix_sharing(rounds: Sequence[Round]) -> dict[str, float]:
     """The share of the rows' tokens, on all ranks, that were not computed because another row has them too."""
     batches = [one for given in rounds for one in given.batches if one is not None]
     tokens = sum(sum(one.lengths) for one in batches)

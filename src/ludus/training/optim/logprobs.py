@@ -7,7 +7,7 @@ activation checkpointing over chunks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -26,76 +26,51 @@ from ludus.kernels import (
     token_logprobs,
 )
 from ludus.model import head_logits, plain_head, sampling_mode, vocabulary_size
-from ludus.training.data.micro_batches import MicroBatchSplitter
-from ludus.training.data.packing import Pack, PackedRows, Row, pack_rows, take_rows, to_device
-from ludus.training.optim.forward import ForwardInputs, packed_states, shares_prefixes
+from ludus.training.data.batch import Batch
+from ludus.training.data.micro_batches import MicroBatch, MicroBatchSplitter, micro_batches
+from ludus.training.optim.forward import at_places, packed_states, shares_prefixes
 from ludus.training.optim.sharding import compute, group_of
 
 
-def action_logprobs(model: nn.Module, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
+def action_logprobs(model: nn.Module, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
     """For each trained token: its log-probability, and the entropy of the distribution it came from."""
-    place_A = pack.trained_index_A
-    inputs = ForwardInputs.of(pack, pack.tokens_T.device)
-    return compute(model, _logprobs, inputs, place_A, pack.tokens_T[place_A], temperature)
+    return compute(model, _logprobs, batch, temperature)
 
 
 def logprobs_of(
-    model: nn.Module,
-    rows: Sequence[Row],
-    scored_T: Tensor,
-    temperature: float,
-    budget: int,
-    *,
-    share: bool = True,
+    model: nn.Module, batch: Batch, temperature: float, budget: int, *, share: bool = True
 ) -> Tensor:
-    """The log-probability of each scored token under these weights, without gradient; 0 elsewhere.
+    """The log-probability of each trained token under these weights, without gradient; 0 elsewhere.
 
-    Nothing of a row that has no scored token is computed, and a prefix that rows `share` is computed once. No
-    row may have its first token scored. Of a sharded model each rank computes its part; all have the result.
+    Nothing of a row that has no trained token is computed, and a prefix that rows `share` is computed once. No
+    row may have its first token trained. Of a sharded model each rank computes its part; all have the result.
     """
     device = next(model.parameters()).device
-    lengths = [len(row.tokens) for row in rows]
-    wanted = [i for i, piece in enumerate(torch.split(scored_T, lengths)) if bool(piece.any())]
     found: list[tuple[Tensor, Tensor]] = []
     splitter, group = MicroBatchSplitter(budget), group_of(model)
     with torch.no_grad(), sampling_mode(model), on_device(device):
-        packed = pack_rows(rows, wanted, budget, group.size, share=share and shares_prefixes(model))
+        packed = micro_batches(batch, budget, ranks=group.size, share=share and shares_prefixes(model))
         for given in splitter.over(group.rounds(packed)):
             part, counts = given.of_rank(group.rank)
             try:
-                scored = _score(model, part, scored_T, temperature)
+                logprobs_A, _ = action_logprobs(model, part.to(device), temperature)
                 group.agree()
             except RuntimeError as error:
                 group.tell(error)
                 splitter.retry(given, error)
             else:
-                found += [scored] if counts else []
-    result_T = np.zeros(len(scored_T), dtype=np.float32)
-    for (
-        source_index_A,
-        found_A,
-    ) in found:  # read after all work has been queued, so that the device never waits
-        result_T[source_index_A.numpy()] = found_A.cpu().numpy()
+                found += [(part.source_index_A, logprobs_A)] if counts else []
+    result_T = np.zeros(len(batch.tokens_T), dtype=np.float32)
+    for source_A, logprobs_A in found:  # read after all work has been queued: the device never waits
+        result_T[source_A.numpy()] = logprobs_A.cpu().numpy()
     return group.total(torch.from_numpy(result_T))
 
 
-def _score(
-    model: nn.Module, part: PackedRows, scored_T: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """(places among the tokens of all rows, log-probabilities) of a micro-batch's scored tokens."""
-    device = next(model.parameters()).device
-    place_A = take_rows(scored_T, part.source_index_T).nonzero().squeeze(1)
-    inputs = ForwardInputs.of(part, device)
-    there_A, tokens_A = (to_device(one, device) for one in (place_A, part.tokens_T[place_A]))
-    found_A, _ = compute(model, _logprobs, inputs, there_A, tokens_A, temperature)
-    return take_rows(part.source_index_T, place_A), found_A
-
-
-def _logprobs(
-    model: nn.Module, inputs: ForwardInputs, place_A: Tensor, tokens_A: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """`place_A` are tokens of the rows: each is predicted where the token before it in its row was computed."""
-    hidden_AD = packed_states(model, inputs).index_select(0, inputs.at(place_A - 1))
+def _logprobs(model: nn.Module, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+    """A trained token is predicted where the token before it in its row was computed."""
+    hidden_UD, index_T = packed_states(model, batch)
+    hidden_AD = at_places(hidden_UD, index_T, batch.trained_index_A - 1)
+    tokens_A = batch.actions
     head = plain_head(model)
     if head is not None and hidden_AD.dtype == head.weight.dtype:
         return linear_logprobs(hidden_AD, head.weight, tokens_A, temperature)
@@ -181,11 +156,11 @@ def linear_logprobs(
         tokens_A: The tokens.
         temperature: Logits are divided by it.
         rows: Places in a chunk; by the device's memory when left out.
-        kept: Places whose exponentials are kept for the backward pass; likewise.
+        kept: Places whose exponentials are kept for the backward pass; by the device's memory when left out.
     """
     rows = rows or chunk_rows(len(weight_VD), hidden_AD.device)
     kept = kept_places(weight_VD) if kept is None else kept
-    kept = kept if torch.is_grad_enabled() else 0  # which nobody can ask inside the function
+    kept = kept if torch.is_grad_enabled() else 0  # inside the autograd function it is always disabled
     logprobs_A, entropies_A = _LinearLogprobs.apply(
         hidden_AD, weight_VD, tokens_A, temperature, rows, kept
     )

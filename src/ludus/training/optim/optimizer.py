@@ -201,8 +201,8 @@ class MasterWeights:
     own storage, in place, so that captured graphs read the new weights. Float32 parameters are their own
     masters.
 
-    Where somebody else has changed the module in place (by loading other weights, say), the module's value is
-    the truth, and the master starts again from it. Changes through `parameter.data`, which torch does not
+    Where the module was changed in place meanwhile (by loading other weights, say), the module's value is the
+    truth, and the master starts again from it. Changes through `parameter.data`, which torch does not
     count, are not seen, and the next step undoes them.
     """
 

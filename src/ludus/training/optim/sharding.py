@@ -28,7 +28,6 @@ from ludus.model.image_features import forget_features
 from ludus.training.data.micro_batches import MicroBatch, Round, is_out_of_memory, rounds_of
 from ludus.training.data.row_digest import digest_of
 
-B = TypeVar("B", bound=MicroBatch)
 R = TypeVar("R")
 _WELL, _OUT_OF_MEMORY, _FAILED = range(3)
 _TOLD = "_ludus_told"
@@ -54,7 +53,7 @@ class RankGroup:
         self.exchanges = 0
         """How often the ranks have told each other how they are."""
 
-    def rounds(self, batches: Iterable[B]) -> Iterator[Round[B]]:
+    def rounds(self, batches: Iterable[MicroBatch]) -> Iterator[Round]:
         """Micro-batches dealt to the ranks, which must all have made the same ones."""
         if self.size > 1:
             batches = list(batches)

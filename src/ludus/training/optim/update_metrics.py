@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from ludus.algos import effective_sample_size, k1, k3
 from ludus.algos.advantage_inputs import size_within, sum_within
 from ludus.algos.losses import clamped_log_ratio
-from ludus.core.trajectory import Segment
-from ludus.training.data.packing import Pack, Row
+from ludus.training.data.batch import Batch
+from ludus.training.data.micro_batches import MicroBatch
 from ludus.training.optim.learner import TOKENS
 
 OLD_KL = "kl_old_k3"
@@ -41,33 +39,23 @@ def of_update(metrics: dict[str, float]) -> dict[str, float]:
     return found
 
 
-def sampled_by(rows: Sequence[Row], version: int | None) -> Tensor:
+def sampled_by(batch: Batch, version: int | None) -> Tensor:
     """Which tokens a version of the policy has sampled; one whose version is not known may be."""
-    found: list[npt.NDArray[np.bool_]] = []
-    for row in rows:
-        mask = np.array(row.action_mask, dtype=np.bool_)
-        mask[mask] = np.concatenate([_said_by(turn, version) for turn in row.turns] or [mask[:0]])
-        found.append(mask)
-    return torch.from_numpy(np.concatenate(found))
+    if version is None:
+        return batch.action_T
+    return batch.action_T & ((batch.version_T == version) | (batch.version_T < 0))
 
 
-def _said_by(turn: Segment, version: int | None) -> npt.NDArray[np.bool_]:
-    said = np.ones(len(turn.tokens), dtype=np.bool_)
-    for span in turn.versions:
-        said[span.start :] = version in (None, span.version)
-    return said
-
-
-def comparison(logprobs_A: Tensor, pack: Pack) -> dict[str, Tensor]:
+def comparison(logprobs_A: Tensor, batch: MicroBatch) -> dict[str, Tensor]:
     """How far the weights are from those that sampled, and from those that the step began with."""
-    ratio_A = clamped_log_ratio(logprobs_A - pack.old_logprobs_A).exp()
+    ratio_A = clamped_log_ratio(logprobs_A - batch.old_logprobs_A).exp()
     return {
         "ratio_mean": ratio_A,
         "ratio_max": ratio_A,
         # the tokens were drawn from the old policy, so that is the first argument of the divergence
-        "kl_old_k1": k1(pack.old_logprobs_A, logprobs_A),
-        OLD_KL: k3(pack.old_logprobs_A, logprobs_A),
-    } | _weights(logprobs_A - pack.rollout_logprobs_A, pack.row_A)
+        "kl_old_k1": k1(batch.old_logprobs_A, logprobs_A),
+        OLD_KL: k3(batch.old_logprobs_A, logprobs_A),
+    } | _weights(logprobs_A - batch.rollout_logprobs_A, batch.row_A)
 
 
 def difference(difference_A: Tensor, same_A: Tensor) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ gradient is the formula's whatever the micro-batches. Measured are pairs and epi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,16 +22,17 @@ from ludus.observe import Estimate
 from ludus.training.config.model import ModelConfig
 from ludus.training.config.stages import CRITIC_RATES, OptimizerConfig
 from ludus.training.data.conversations import (
+    Conversation,
     Preference,
     ScoredSteps,
     read_preferences,
     read_scored_steps,
 )
-from ludus.training.data.packing import PackedRows, Row, pack_rows
+from ludus.training.data.micro_batches import MicroBatch, micro_batches
 from ludus.training.data.task_sampler import items_of_step
 from ludus.training.models.loading import load_model
 from ludus.training.optim.learner import Updater
-from ludus.training.reward_models.model import RatedRow, RewardModel, ends_within, save_reward_model
+from ludus.training.reward_models.model import RewardModel, save_reward_model
 from ludus.training.reward_models.objectives import (
     E,
     PreferenceObjective,
@@ -156,8 +157,7 @@ def _train(
         model.eval()
         scores = model.score(conversations)
         gradients, loss = objective.gradient(scores, items)
-        rated = [(n, row) for n, one in enumerate(conversations) for row in model.rows(one)]
-        metrics = _descend(updater, model, rated, gradients)
+        metrics = _descend(updater, model, conversations, gradients)
         on_step(step + 1, config.steps, {"loss": loss, "gradient_norm": metrics["gradient_norm"]})
     model.eval()
 
@@ -165,28 +165,18 @@ def _train(
 def _descend(
     updater: Updater,
     model: RewardModel,
-    rated: Sequence[tuple[int, RatedRow]],
+    conversations: Sequence[Conversation],
     gradients: Sequence[Tensor],
 ) -> dict[str, float]:
     """One optimizer step along the given derivatives by the scores of each conversation's actions."""
-    rows: list[Row] = [row.row for _, row in rated]
-    used = dict.fromkeys(range(len(gradients)), 0)
-    weights: list[Tensor] = []
-    for number, row in rated:  # a conversation's actions, cut into those of its rows
-        first = used[number]
-        used[number] = first + len(row.ends)
-        weights.append(gradients[number][first : used[number]])
-    starts = [0]
-    for one in rows:
-        starts.append(starts[-1] + len(one.tokens))
+    batch, place_A, _ = model.rows(conversations)
+    gradient_TH = torch.zeros(len(batch.tokens_T), gradients[0].shape[1])
+    gradient_TH = gradient_TH.index_add(0, place_A, torch.cat(list(gradients)))
 
-    def loss(packed: PackedRows) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        numbers, place_A = ends_within(packed, [row.ends for _, row in rated], starts)
-        weight_AH = torch.cat([weights[number] for number in dict.fromkeys(numbers)])
-        scores_AH = model.at_action_ends(packed, place_A)
-        loss_A = (scores_AH * weight_AH.to(scores_AH)).sum(1)
-        return loss_A, torch.ones_like(loss_A), {}
+    def loss(part: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        scores_AH = model.scores_at(part)
+        return (scores_AH * gradient_TH[part.source_index_A.cpu()].to(scores_AH)).sum(1), {}
 
-    budget = updater.micro_batch_tokens(len(row.tokens) for row in rows)
-    packed = pack_rows(rows, range(len(rows)), budget, share=updater.shares_prefixes)
-    return updater.optimizer_step(packed, loss)
+    batch = replace(batch, weights_T=batch.trained_T.float())
+    budget = updater.micro_batch_tokens(batch.lengths)
+    return updater.optimizer_step(micro_batches(batch, budget, share=updater.shares_prefixes), loss)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -29,10 +29,11 @@ from ludus.model.image_features import placed_features
 from ludus.observe import atomic_directory
 from ludus.training.checkpoint import save_model
 from ludus.training.config.model import ModelConfig
+from ludus.training.data.batch import Batch
 from ludus.training.data.conversations import Conversation, trajectory_of
-from ludus.training.data.packing import PackedRows, Row, pack_rows, rows_of, to_device
+from ludus.training.data.micro_batches import MicroBatch, micro_batches
 from ludus.training.models.loading import load_model
-from ludus.training.optim.forward import ForwardInputs, packed_states, shares_prefixes
+from ludus.training.optim.forward import at_places, packed_states, shares_prefixes
 
 ABOUT, HEADS = "reward_model.json", "heads.safetensors"
 SCORING_TOKENS = 8192
@@ -82,86 +83,67 @@ class RewardModel(nn.Module):
     def device(self) -> torch.device:
         return self.heads.weight.device
 
-    def at_action_ends(self, packed: PackedRows, place_A: Tensor) -> Tensor:
-        """[A, heads]: the scores at these places of a micro-batch, which are the last tokens of actions."""
-        inputs = ForwardInputs.of(packed, self.device)
-        place_A = inputs.at(to_device(place_A, self.device))
-        placed = placed_features(self.model, packed.images)
-        scores_AH: Tensor = self.heads(packed_states(self, inputs, placed)[place_A].float())
+    def scores_at(self, batch: MicroBatch) -> Tensor:
+        """[A, heads]: the scores at the trained tokens of a micro-batch, which are the last ones of actions."""
+        placed = placed_features(self.model, batch.images)
+        hidden_UD, index_T = packed_states(self, batch, placed)
+        scores_AH: Tensor = self.heads(at_places(hidden_UD, index_T, batch.trained_index_A).float())
         return scores_AH
 
-    def rows(self, conversation: Conversation) -> list[RatedRow]:
-        """A conversation as rows of tokens, each with the places at which its actions end."""
-        rows = rows_of([trajectory_of(conversation, self.renderer, ())])
-        return [_rated(row, context_limit(self.model)) for row in rows]
+    def rows(self, conversations: Sequence[Conversation]) -> tuple[Batch, Tensor, list[int]]:
+        """(batch, place_A, counts): conversations as rows, in which the last token of each action is trained.
+
+        `place_A` are the places of these tokens, action by action, and `counts` the actions by conversation.
+        """
+        shown = [trajectory_of(one, self.renderer, ()) for one in conversations]
+        batch = Batch.of(shown)
+        counts = torch.bincount(batch.trajectory_T[_ends(batch)], minlength=len(shown)).tolist()
+        batch, place_A = _shortened(batch, _ends(batch), context_limit(self.model))
+        trained_T = torch.zeros_like(batch.action_T).index_fill(0, place_A, True)
+        return replace(batch, trained_T=trained_T), place_A, counts
 
     @torch.no_grad()
     def score(self, conversations: Sequence[Conversation]) -> list[Tensor]:
         """For each conversation [actions, heads], in the order of its actions, on the host."""
-        rated = [(number, row) for number, one in enumerate(conversations) for row in self.rows(one)]
-        found: dict[int, Tensor] = {}
-        rows = [row.row for _, row in rated]
-        starts = _starts(rows)
+        batch, place_A, counts = self.rows(conversations)
+        scores_TH = torch.zeros(len(batch.tokens_T), len(self.about.heads))
         with sampling_mode(self):
-            share = shares_prefixes(self)
-            for packed in pack_rows(rows, range(len(rows)), SCORING_TOKENS, share=share):
-                numbers, place_A = ends_within(packed, [row.ends for _, row in rated], starts)
-                scores_AH = self.at_action_ends(packed, place_A).cpu()
-                for number in dict.fromkeys(numbers):
-                    found[number] = scores_AH[[n == number for n in numbers]]
-        scores: list[list[Tensor]] = [[] for _ in conversations]
-        for place, (number, _) in enumerate(rated):
-            scores[number].append(found[place])
-        return [torch.cat(parts) for parts in scores]
+            for part in micro_batches(batch, SCORING_TOKENS, share=shares_prefixes(self)):
+                scores_TH[part.source_index_A] = self.scores_at(part.to(self.device)).cpu()
+        return list(torch.split(scores_TH[place_A], counts))
 
 
-@dataclass(frozen=True, slots=True)
-class RatedRow:
-    """A row, and where its actions end."""
-
-    row: Row
-    ends: list[int]
-
-
-def _rated(row: Row, limit: int | None) -> RatedRow:
-    """What is longer than the model can read loses its beginning; the actions there have their end at 0."""
-    ends, place, left = [], 0, [len(turn.tokens) for turn in row.turns]
-    for position, is_action in enumerate(row.action_mask):
-        if is_action:
-            left[place] -= 1
-            if not left[place]:
-                ends.append(position)
-                place += 1
-    cut = max(0, len(row.tokens) - limit) if limit else 0
-    if not cut:
-        return RatedRow(row, ends)
-    images = tuple(span.moved(-cut) for span in row.images if span.start >= cut)
-    short = replace(row, tokens=row.tokens[cut:], action_mask=row.action_mask[cut:], images=images)
-    return RatedRow(short, [max(0, end - cut) for end in ends])
+def _ends(batch: Batch) -> Tensor:
+    """The place of the last token of each turn."""
+    turn_T = batch.turn_T
+    is_last_T = turn_T != torch.cat([turn_T[1:], turn_T.new_full((1,), -1)])
+    return (is_last_T & batch.action_T).nonzero().squeeze(1)
 
 
-def _starts(rows: Sequence[Row]) -> list[int]:
-    starts = [0]
-    for row in rows:
-        starts.append(starts[-1] + len(row.tokens))
-    return starts
+def _shortened(batch: Batch, place_A: Tensor, limit: int | None) -> tuple[Batch, Tensor]:
+    """Rows that are longer than the model can read lose their beginnings, and the places in the rest.
 
-
-def ends_within(
-    packed: PackedRows, ends: Sequence[Sequence[int]], starts: Sequence[int]
-) -> tuple[list[int], Tensor]:
-    """The rows of a micro-batch by number, once for each of their ends, and these ends' places in it."""
-    row_at = {start: number for number, start in enumerate(starts[:-1])}
-    numbers: list[int] = []
-    places: list[int] = []
-    first = 0
-    for length in packed.lengths:
-        number = row_at[int(packed.source_index_T[first])]
-        for end in ends[number]:
-            numbers.append(number)
-            places.append(first + end)
-        first += length
-    return numbers, torch.tensor(places, dtype=torch.long)
+    The actions that are lost have the first token that is left as their place.
+    """
+    lengths_R = batch.lengths_R
+    kept_R = lengths_R if limit is None else lengths_R.clamp(max=limit)
+    first_R = lengths_R.cumsum(0) - kept_R
+    """The first token that is kept of each row."""
+    if torch.equal(kept_R, lengths_R):
+        return batch, place_A
+    row_A = torch.searchsorted(lengths_R.cumsum(0), place_A, right=True)
+    starts_R = kept_R.cumsum(0) - kept_R
+    source_T = torch.cat([torch.arange(a, a + n) for a, n in zip(first_R, kept_R, strict=True)])
+    columns = {
+        one.name: getattr(batch, one.name)[source_T] for one in fields(batch) if one.name.endswith("_T")
+    }
+    images = [
+        span.moved(int(start))
+        for row, start in enumerate(starts_R)
+        for span in batch.images_of(int(first_R[row]), int(kept_R[row]))
+    ]
+    short = replace(batch, lengths_R=kept_R, images=tuple(images), turns=(), **columns)
+    return short, starts_R[row_A] + (place_A - first_R[row_A]).clamp(min=0)
 
 
 def save_reward_model(folder: Path, reward_model: RewardModel) -> None:

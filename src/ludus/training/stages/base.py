@@ -24,7 +24,7 @@ from ludus.training.config.stages import (
     PreferenceConfig,
     SFTConfig,
 )
-from ludus.training.data.packing import rows_of
+from ludus.training.data.batch import Batch
 from ludus.training.run_context import RunContext
 
 log = logging.getLogger(__name__)
@@ -151,17 +151,18 @@ def check_readable(trajectories: Sequence[Trajectory], model: nn.Module, what: s
     """Refuse episodes that the model cannot read; `what` is what one of them is called."""
     limit, vocabulary = context_limit(model), vocabulary_size(model)
     for number, trajectory in enumerate(trajectories, start=1):
-        for row in rows_of([trajectory]):
-            if limit is not None and len(row.tokens) > limit:
-                raise ConfigError(
-                    f"{what} {number} has {len(row.tokens)} tokens, and the model can look at {limit}: shorten "
-                    "it or leave it out, or use a model with a longer context"
-                )
-            if max(row.tokens) >= vocabulary:
-                raise ConfigError(
-                    f"{what} {number} holds the token {max(row.tokens)}, and the model has {vocabulary}: is "
-                    "the tokenizer another model's, or were the embeddings not resized?"
-                )
+        batch = Batch.of([trajectory])
+        longest, highest = max(batch.lengths, default=0), max(batch.tokens_T.tolist(), default=0)
+        if limit is not None and longest > limit:
+            raise ConfigError(
+                f"{what} {number} has {longest} tokens, and the model can look at {limit}: shorten it or leave "
+                "it out, or use a model with a longer context"
+            )
+        if highest >= vocabulary:
+            raise ConfigError(
+                f"{what} {number} holds the token {highest}, and the model has {vocabulary}: is the tokenizer "
+                "another model's, or were the embeddings not resized?"
+            )
 
 
 def warn_of_large_batch(

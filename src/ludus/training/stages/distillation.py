@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -34,18 +35,10 @@ from ludus.training.config.parts import Parts
 from ludus.training.config.recipe import Recipe
 from ludus.training.config.rl import RolloutSettings
 from ludus.training.config.stages import DistillationConfig
-from ludus.training.data.packing import (
-    Columns,
-    Pack,
-    concat_masks,
-    engine_logprobs,
-    packs_of,
-    rows_of,
-    trajectory_ids,
-)
+from ludus.training.data.batch import Batch
+from ludus.training.data.micro_batches import MicroBatch
 from ludus.training.models.loading import check_source, load_model, tokenizer_of
 from ludus.training.optim.learner import Learner, frozen
-from ludus.training.optim.logprobs import logprobs_of
 from ludus.training.rollout_worker import RolloutWorker
 from ludus.training.run_context import RunContext
 from ludus.training.stages.base import Stage, StepResult, check_failures, check_readable, timing_metrics
@@ -111,22 +104,21 @@ def distill(
     learner: Learner, trajectories: Sequence[Trajectory], teacher: nn.Module, at: int | None = None
 ) -> dict[str, float]:
     """One step on what the student said; `reverse_kl` is the mean of log p - log q over its tokens."""
-    rows = rows_of(trajectories)
-    if not rows:
+    batch = Batch.of(trajectories)
+    if not len(batch):
         return {}
-    said_T = concat_masks(row.action_mask for row in rows)
-    budget, share = learner.config.micro_batch_tokens, learner.config.share_prefixes
-    teacher_T = logprobs_of(teacher, rows, said_T, learner.temperature, budget, share=share)
-    divergence_T = torch.where(said_T, engine_logprobs(rows) - teacher_T, 0.0)
-    columns = Columns.of(rows, -divergence_T, by_token(trajectory_ids(rows), said_T))
+    teacher_T = learner.logprobs(batch, teacher)
+    divergence_T = torch.where(batch.action_T, batch.rollout_logprobs_T - teacher_T, 0.0)
+    weights_T = by_token(batch.trajectory_T, batch.action_T)
 
-    def objective(logprobs_A: Tensor, entropy_A: Tensor, pack: Pack) -> tuple[Tensor, dict[str, Tensor]]:
-        ratio_A = (logprobs_A - pack.old_logprobs_A).clamp(max=20).exp()
-        return -ratio_A * pack.advantages_A, {"reverse_kl": -pack.advantages_A}
+    def objective(
+        logprobs_A: Tensor, entropy_A: Tensor, part: MicroBatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        ratio_A = (logprobs_A - part.old_logprobs_A).clamp(max=20).exp()
+        return -ratio_A * part.advantages_A, {"reverse_kl": -part.advantages_A}
 
-    budget = learner.micro_batch_tokens(len(row.tokens) for row in rows)
-    packs = packs_of(rows, columns, budget, ranks=learner.group.size, share=learner.shares_prefixes)
-    return learner.step(packs, objective, at=at)
+    batch = replace(batch, advantages_T=-divergence_T, weights_T=weights_T)
+    return learner.step_on(batch, objective, at=at)
 
 
 def check_teacher(context: RunContext, config: DistillationConfig) -> None:
@@ -150,5 +142,5 @@ def compare_tokenizers(student: HFTokenizer, teacher: HFTokenizer, name: str) ->
 
 
 def _is_whole(trajectory: Trajectory) -> bool:
-    """Whether the episode was played to its end, and something was said; whether it was scored is no matter."""
+    """Whether the episode was played to its end and has an action. It need not be scored."""
     return not is_lost(trajectory) and any(action.tokens for action in trajectory.actions)

@@ -26,7 +26,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -45,19 +45,11 @@ from ludus.training.config.parts import Parts, errors_at
 from ludus.training.config.recipe import Recipe
 from ludus.training.config.rl import RolloutSettings
 from ludus.training.config.stages import PreferenceConfig
+from ludus.training.data.batch import Batch
 from ludus.training.data.conversations import read_labelled, read_pairs, trajectory_of
-from ludus.training.data.packing import (
-    Columns,
-    Pack,
-    Row,
-    concat_masks,
-    packs_of,
-    rows_of,
-    trajectory_ids,
-)
+from ludus.training.data.micro_batches import MicroBatch
 from ludus.training.data.task_sampler import items_of_step
 from ludus.training.optim.learner import Learner
-from ludus.training.optim.logprobs import logprobs_of
 from ludus.training.rollout_worker import RolloutWorker
 from ludus.training.run_context import RunContext, tool_specs
 from ludus.training.stages.base import (
@@ -172,8 +164,8 @@ def _apart(given: Pair | Labelled) -> list[Labelled]:
 
 def has_equal_sides(pair: Pair) -> bool:
     """Whether there is nothing to prefer: the gradients of the two sides cancel."""
-    chosen, rejected = ([row.tokens for row in rows_of([side])] for side in (pair.chosen, pair.rejected))
-    return chosen == rejected
+    chosen, rejected = Batch.of([pair.chosen]), Batch.of([pair.rejected])
+    return chosen.lengths == rejected.lengths and torch.equal(chosen.tokens_T, rejected.tokens_T)
 
 
 def prefer(
@@ -192,9 +184,8 @@ def prefer(
         return {}
     labelled = [one for item in given for one in _apart(item)]
     episodes = [one.trajectory for one in labelled]
-    rows = rows_of(episodes)
-    trajectory_T = trajectory_ids(rows)
-    policy_N, reference_N, tokens_N = _scored(learner, reference, rows, len(episodes))
+    batch = Batch.of(episodes)
+    policy_N, reference_N, tokens_N = _scored(learner, reference, batch, len(episodes))
     anchor = _anchor(learner, reference, episodes) if config.loss == "kto" else 0.0
     good_N = torch.tensor([one.good for one in labelled])
     policy_N.requires_grad_()
@@ -202,28 +193,34 @@ def prefer(
     loss_P, reward_N = LOSSES[config.loss](scores, config)
     loss = loss_P.mean()
     (slope_N,) = torch.autograd.grad(loss, policy_N)
-    metrics = _push(learner, rows, -slope_N[trajectory_T].float() * len(loss_P), len(loss_P), at)
+    # -advantage * logprob has exactly the gradient that the loss has by each log-probability
+    advantages_T = -slope_N[batch.trajectory_T].float() * len(loss_P)
+    weights_T = torch.full_like(advantages_T, 1 / len(loss_P))
+    batch = replace(batch, advantages_T=advantages_T, weights_T=weights_T)
+    metrics = learner.step_on(batch, _along_advantages, at=at)
     return metrics | {"loss": loss.item()} | _standing(scores, reward_N.detach(), config)
 
 
+def _along_advantages(
+    logprobs_A: Tensor, entropy_A: Tensor, batch: MicroBatch
+) -> tuple[Tensor, dict[str, Tensor]]:
+    return -batch.advantages_A * logprobs_A, {}
+
+
 def _scored(
-    learner: Learner, reference: nn.Module | None, rows: Sequence[Row], episodes: int
+    learner: Learner, reference: nn.Module | None, batch: Batch, episodes: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """log p, log q and the action tokens of each episode, in float64: small differences of large sums count."""
-    said_T = concat_masks(row.action_mask for row in rows)
-    budget, temperature = learner.config.micro_batch_tokens, learner.temperature
-    trajectory_T = trajectory_ids(rows)
 
     def summed(values_T: Tensor) -> Tensor:
-        return torch.zeros(episodes, dtype=torch.float64).index_add(0, trajectory_T, values_T.double())
+        empty_N = torch.zeros(episodes, dtype=torch.float64)
+        return empty_N.index_add(0, batch.trajectory_T, values_T.double())
 
-    def scored(model: nn.Module) -> Tensor:
-        share = learner.config.share_prefixes
-        return summed(logprobs_of(model, rows, said_T, temperature, budget, share=share))
-
-    policy_N = scored(learner.model)
-    reference_N = torch.zeros_like(policy_N) if reference is None else scored(reference)
-    return policy_N, reference_N, summed(said_T)
+    policy_N = summed(learner.logprobs(batch))
+    reference_N = torch.zeros_like(policy_N)
+    if reference is not None:
+        reference_N = summed(learner.logprobs(batch, reference))
+    return policy_N, reference_N, summed(batch.action_T)
 
 
 def _anchor(learner: Learner, reference: nn.Module | None, episodes: Sequence[Trajectory]) -> float:
@@ -242,7 +239,7 @@ def _anchor(learner: Learner, reference: nn.Module | None, episodes: Sequence[Tr
     fitting = [one for one in crossed if limit is None or len(one.tokens) <= limit]
     if not fitting:
         return 0.0
-    policy_N, reference_N, _ = _scored(learner, reference, rows_of(fitting), len(fitting))
+    policy_N, reference_N, _ = _scored(learner, reference, Batch.of(fitting), len(fitting))
     return max(0.0, float((policy_N - reference_N).mean()))
 
 
@@ -277,30 +274,12 @@ def _standing(scores: Scores, reward_N: Tensor, config: PreferenceConfig) -> dic
     return metrics
 
 
-def _push(
-    learner: Learner, rows: Sequence[Row], push_T: Tensor, count: int, at: int | None
-) -> dict[str, float]:
-    """A step along `push_T`, minus the gradient of the loss with respect to each log-probability.
-
-    It travels in the place of the advantages: -advantage * logprob has exactly that gradient.
-    """
-    weights_T = torch.full_like(push_T, 1 / count)
-    columns = Columns.of(rows, push_T, weights_T)
-
-    def objective(logprobs_A: Tensor, entropy_A: Tensor, pack: Pack) -> tuple[Tensor, dict[str, Tensor]]:
-        return -pack.advantages_A * logprobs_A, {}
-
-    budget = learner.micro_batch_tokens(len(row.tokens) for row in rows)
-    packs = packs_of(rows, columns, budget, ranks=learner.group.size, share=learner.shares_prefixes)
-    return learner.step(packs, objective, at=at)
-
-
 class PreferenceStage(Stage[PreferenceConfig]):
     """Learn to prefer the better of two episodes."""
 
     def __init__(self, context: RunContext, folder: Path, config: PreferenceConfig) -> None:
         super().__init__(context, folder, config)
-        # given pairs nobody sampled: they are read at temperature 1, mined ones as they were drawn
+        # given pairs were not sampled: they are read at temperature 1, mined ones at the one they were drawn at
         temperature = context.recipe.sampling.temperature if config.pairs is None else 1.0
         self._learner = context.ranks.make(
             Learner, context.policy, config.optimizer, config.steps, temperature, self.seed

@@ -66,6 +66,7 @@ class RLStage(Stage[RLConfig]):
             Learner, context.policy, config.optimizer, total, temperature, self.seed
         )
         self._worker = RolloutWorker(context.task_sets, config.rollouts, self.seed)
+        self._algorithm = context.ranks.make(algorithm_of, config)
         self._curriculum = Curriculum(config.curriculum)
         plays_on = config.staleness > 0 and context.recording is None
         self._rollouts = self._async_rollouts() if plays_on else None
@@ -98,7 +99,7 @@ class RLStage(Stage[RLConfig]):
             self._replay = ReplayBuffer(config.replay_buffer, config.rollouts, sets, code, self.seed)
         if config.kl > 0:
             self._reference = load_reference_model(self.context, self.folder, self.is_resumed)
-        if Need.CRITIC in algorithm_of(config).needs:
+        if Need.CRITIC in self._algorithm.needs:
             settings = config.critic or _UNSAID_CRITIC
             total = config.steps * config.updates * settings.passes
             made, ranks = self.context, self.context.ranks
@@ -206,6 +207,7 @@ class RLStage(Stage[RLConfig]):
             self.config,
             reference=self._reference,
             critic=self._critic,
+            algorithm=self._algorithm,
             critic_only=warming_up,
             kl=self._kl,
             step=number,
@@ -218,7 +220,7 @@ class RLStage(Stage[RLConfig]):
         self, metrics: dict[str, float], played: RolloutBatch, seconds: tuple[float, float]
     ) -> dict[str, float]:
         """The metrics of a step's update and episodes; `seconds` are those of playing and of training."""
-        # over all that was played: what refills and resampling leave is no picture of the policy
+        # over all that was played: what refills and resampling keep does not represent the policy
         everything = [*played.groups, *played.dropped]
         metrics |= rollout_metrics(everything) | played.metrics
         self._adapt(metrics)
@@ -315,7 +317,7 @@ def lag_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
 
 
 def curriculum_metrics(deals: Sequence[Deal]) -> dict[str, float]:
-    """The mean of each curriculum's values, which were fixed when the groups were dealt."""
+    """The mean of each curriculum's values, which were fixed when the groups were scheduled."""
     names = dict.fromkeys(name for deal in deals for name in deal.values)
     return {f"curriculum/{n}": sum(d.values[n] for d in deals) / len(deals) for n in names}
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from torch import Tensor
+
+from ludus.algos import by_token
 from ludus.core.failures import ConfigError
 from ludus.core.random import key, shuffled
 from ludus.core.trajectory import Group, Trajectory
@@ -22,12 +26,12 @@ from ludus.training.config.parts import Parts, demonstrations_of, errors_at
 from ludus.training.config.recipe import Recipe
 from ludus.training.config.rl import RolloutSettings
 from ludus.training.config.stages import RejectionConfig, SFTConfig
+from ludus.training.data.batch import Batch
 from ludus.training.data.conversations import read_conversations
-from ludus.training.data.packing import concat_masks, rows_of
+from ludus.training.data.micro_batches import MicroBatch
 from ludus.training.data.task_sampler import items_of_step
-from ludus.training.optim.learner import Learner
+from ludus.training.optim.learner import Learner, Metrics
 from ludus.training.optim.logprobs import logprobs_of
-from ludus.training.optim.policy_update import sft_step
 from ludus.training.rollout_worker import RolloutWorker
 from ludus.training.run_context import RunContext, tool_specs
 from ludus.training.stages.base import (
@@ -120,13 +124,28 @@ class SFTStage(Stage[SFTConfig]):
         self.context.ranks.run(load_learner, folder, self._learner)
 
 
+def sft_step(
+    learner: Learner, trajectories: Sequence[Trajectory], at: int | None = None
+) -> dict[str, float]:
+    """One step of supervised fine-tuning on the actions of these episodes; `at` is its place in the plan."""
+    batch = Batch.of(trajectories)
+    weights_T = by_token(batch.trajectory_T, batch.action_T)
+    return learner.step_on(replace(batch, weights_T=weights_T), _negative_log_likelihood, at=at)
+
+
+def _negative_log_likelihood(
+    logprobs_A: Tensor, entropy_A: Tensor, batch: MicroBatch
+) -> tuple[Tensor, Metrics]:
+    return -logprobs_A, {}
+
+
 def loss_on(learner: Learner, trajectories: Sequence[Trajectory]) -> float:
     """The mean of -log p over what was said in these episodes, without learning from them."""
-    rows = rows_of(trajectories)
-    said_T = concat_masks(row.action_mask for row in rows)
-    budget, share = learner.config.micro_batch_tokens, learner.config.share_prefixes
-    found_T = logprobs_of(learner.model, rows, said_T, 1.0, budget, share=share)
-    return -float(found_T[said_T].double().mean())
+    batch, config = Batch.of(trajectories), learner.config
+    found_T = logprobs_of(
+        learner.model, batch, 1.0, config.micro_batch_tokens, share=config.share_prefixes
+    )
+    return -float(found_T[batch.action_T].double().mean())
 
 
 async def load_demonstrations(context: RunContext, config: SFTConfig) -> list[Trajectory]:
