@@ -79,26 +79,31 @@ Options = Mapping[str, Any]
 
 def load_estimator(name: str, options: Options | None = None) -> Estimator:
     """An advantage estimator with its options bound."""
+    bound = _bound(ESTIMATORS, name, options)
     needs_critic = Need.CRITIC in needs_of(ESTIMATORS.load(name))
-    estimator: Estimator = _loaded(ESTIMATORS, name, options, partial(_check_advantages, needs_critic))
+    estimator: Estimator = _checked(ESTIMATORS, name, bound, partial(_check_advantages, needs_critic))
     return estimator
 
 
 def load_loss(name: str, options: Options | None = None) -> PolicyLoss:
     """A policy loss with its options bound."""
-    loss: PolicyLoss = _loaded(LOSSES, name, options, _check_loss)
+    loss: PolicyLoss = _checked(LOSSES, name, _bound(LOSSES, name, options), _check_loss)
     return loss
 
 
 def load_aggregation(name: str, options: Options | None = None) -> Aggregation:
     """An aggregation with its options bound."""
-    aggregation: Aggregation = _loaded(AGGREGATIONS, name, options, _check_aggregation)
+    aggregation: Aggregation = _checked(
+        AGGREGATIONS, name, _bound(AGGREGATIONS, name, options), _check_aggregation
+    )
     return aggregation
 
 
 def load_correction(name: str, options: Options | None = None) -> Correction:
     """An importance correction with its options bound."""
-    correction: Correction = _loaded(CORRECTIONS, name, options, _check_correction)
+    correction: Correction = _checked(
+        CORRECTIONS, name, _bound(CORRECTIONS, name, options), _check_correction
+    )
     return correction
 
 
@@ -183,11 +188,10 @@ def load_algorithm(
     )
 
 
-def _loaded(
-    registry: Registry, name: str, options: Options | None, check: Callable[..., None]
+def _checked(
+    registry: Registry, name: str, function: Callable[..., Any], check: Callable[..., None]
 ) -> Callable[..., Any]:
-    """The function with its options bound. What a user's own function returns is checked at each call."""
-    function: Callable[..., Any] = _bound(registry, name, options)
+    """The function; what a user's own one returns is checked at each call."""
     if ":" not in name:
         return function
     who = f"the {registry.kind} {name!r}"
