@@ -1,0 +1,166 @@
+"""A child process that answers requests: the side of its parent (`ServiceProcess`), and its program.
+
+    process = ServiceProcess("ludus.tools.hosting.worker:HostedTools", hang_seconds=60.0)
+    reply, _ = await process.start({"references": [...]})
+    reply, body = await process.request("call", {...})
+    await process.kill()
+
+The service is named, and made in the child without arguments. Its `answer(head, body)` is given each request:
+`head["operation"]` is "start" for the first one, and "ping" for a sign of life. It tells its errors in the
+reply. Requests travel as frames (`channel.py`), of which nothing is executed.
+
+Who waits for whom: many requests run at once, each in a task of the child's event loop. From the end of its
+start a process is asked for a sign of life every few seconds; one that is silent for `hang_seconds` is killed.
+It ends, with all that it has started, when its parent does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from typing import Protocol
+
+from ludus.core.messages import Json
+from ludus.core.registry import load_reference
+from ludus.remote.channel import (
+    ChannelClosed,
+    Frame,
+    RequestChannel,
+    pack_frame,
+    read_frame,
+    serve_requests,
+)
+from ludus.remote.process_worker import end_with_parent
+from ludus.remote.processes import WorkerProcess
+from ludus.remote.supervisor import WorkerDied
+
+_PING_SECONDS = 5.0
+_ENDING_SECONDS = 5.0
+"""How long a process may live on that has closed its connection."""
+
+
+class Service(Protocol):
+    """What a child process serves."""
+
+    async def answer(self, head: Json, body: bytes) -> Frame:
+        """The reply to the operation `head["operation"]`. It never raises: errors are part of a reply."""
+
+
+class ServiceProcess:
+    """A service in a child process, as its parent sees it."""
+
+    def __init__(
+        self,
+        service: str,
+        *,
+        hang_seconds: float,
+        name: str = "a worker process",
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """`service` is "module:name". `variables` are added to the environment of the process."""
+        self._service, self._hang_seconds, self._name = service, hang_seconds, name
+        self._variables = variables
+        self._process: WorkerProcess | None = None
+        self._channel: RequestChannel | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    async def start(self, head: Json, body: bytes = b"") -> Frame:
+        """Start the process and its service; returns the reply to the operation "start", whenever that comes.
+
+        `WorkerError` where no process can be started, `WorkerDied` where it ends before it has replied.
+        """
+        # What its libraries print is for people to read; the output of this process may be for programs.
+        self._process = WorkerProcess(
+            *("-m", "ludus.remote.worker"), stdout=2, variables=self._variables
+        )
+        reader, writer = await asyncio.open_connection(sock=self._process.connection)
+        path = [entry for entry in sys.path if isinstance(entry, str)]
+        writer.write(pack_frame({"path": path, "service": self._service}))
+        self._channel = RequestChannel(reader, writer)
+        self._tasks.append(asyncio.create_task(self._notice_end(self._process, self._channel)))
+        reply = await self.request("start", head, body)
+        self._tasks.append(asyncio.create_task(self._notice_hang(self._process, self._channel)))
+        return reply
+
+    async def request(self, operation: str, head: Json | None = None, body: bytes = b"") -> Frame:
+        """The reply; `WorkerDied` when the process ends first. Cancelling it cancels the work over there."""
+        if self._channel is None:
+            raise WorkerDied(f"{self._name} is not running")
+        try:
+            return await self._channel.request({**(head or {}), "operation": operation}, body)
+        except ChannelClosed:
+            raise WorkerDied(await self.ended()) from None
+
+    async def ended(self) -> str:
+        """Return when it has ended, or was killed because it hung, with the reason in words."""
+        return await asyncio.shield(self._ended)
+
+    async def kill(self) -> None:
+        """End it and everything it started, at once."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._end(f"{self._name} was ended")
+        process, channel, self._process = self._process, self._channel, None
+        if process is not None:
+            process.signal()
+            await asyncio.to_thread(process.kill)
+        if channel is not None:
+            await channel.close()
+        elif process is not None:
+            process.connection.close()
+
+    async def _notice_end(self, process: WorkerProcess, channel: RequestChannel) -> None:
+        await channel.closed()
+        how = await asyncio.to_thread(process.ending, _ENDING_SECONDS)
+        self._end(how.replace("a worker process", self._name, 1))
+
+    async def _notice_hang(self, process: WorkerProcess, channel: RequestChannel) -> None:
+        """Ask for a sign of life from time to time; kill a process that gives none."""
+        asked = time.monotonic()
+        while True:
+            await asyncio.sleep(min(_PING_SECONDS, self._hang_seconds / 4))
+            if time.monotonic() - max(asked, channel.last_heard) > self._hang_seconds:
+                self._end(f"{self._name} did not answer for {self._hang_seconds:g} seconds")
+                process.signal()
+                return
+            channel.ping()
+
+    def _end(self, reason: str) -> None:
+        if not self._ended.done():
+            self._ended.set_result(reason)
+        if self._channel is not None:
+            self._channel.fail(reason)
+
+
+async def _serve(connection: socket.socket) -> None:
+    reader, writer = await asyncio.open_connection(sock=connection)
+    setup, _ = await read_frame(reader)
+    sys.path[:] = setup["path"]
+    service: Service = load_reference(setup["service"])()
+    try:
+        await serve_requests(reader, writer, service.answer)
+    finally:
+        writer.close()
+
+
+def main() -> None:
+    """Serve until the parent closes the connection or dies."""
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    end_with_parent(int(sys.argv[2]))
+    asyncio.run(_serve(connection))
+    os._exit(0)  # threads that still run have no caller
+
+
+if __name__ == "__main__":
+    main()
