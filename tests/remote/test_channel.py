@@ -15,6 +15,7 @@ from ludus.remote.channel import (
     ChannelClosed,
     FrameError,
     RequestChannel,
+    RequestFailed,
     pack_frame,
     read_frame,
     serve_requests,
@@ -70,6 +71,8 @@ class Served:
         except asyncio.CancelledError:
             self.cancelled.append(head["name"])
             raise
+        if head.get("name") == "odd":
+            return {"name": object()}, b""
         return {"name": head.get("name")}, body[::-1]
 
 
@@ -97,6 +100,13 @@ async def test_requests_run_side_by_side() -> None:
             assert reply == ({"name": f"quick {number}"}, bytes([255, number]))
         assert not slow.done()
         assert await slow == ({"name": "slow"}, b"ba")
+
+
+async def test_a_reply_that_cannot_travel_is_an_error() -> None:
+    async with connected() as (channel, _, _):
+        with pytest.raises(RequestFailed, match=r"TypeError: .* not JSON serializable"):
+            await channel.request({"name": "odd"})
+        assert await channel.request({"name": "quick"}) == ({"name": "quick"}, b"")
 
 
 async def test_a_cancelled_request_is_cancelled_over_there() -> None:

@@ -1,4 +1,7 @@
-"""What the actors of a run have in common: they know whose they are, and say how they are."""
+"""What the actors of a run have in common: they know whose they are, and say how they are.
+
+`RunActor` is what runs in the cluster, `ActorWorker` what the process that has started it knows of it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ludus.core.failures import ConfigError
 from ludus.core.messages import Json
+from ludus.dist.cluster import Claim, RayCluster, cause_of, load_ray, node_for
+from ludus.remote.supervisor import WorkerDied
+from ludus.tools.hosting.worker import reply_of
+
+_START_SECONDS = 300.0
 
 
 class RunActor:
@@ -50,6 +59,64 @@ class RunActor:
     async def live(self) -> None:
         """Never returns: a request that fails when the actor dies, which is how that is noticed."""
         await asyncio.Event().wait()
+
+
+class ActorWorker:
+    """An actor as a worker of a supervisor. Its class has a method `build`, which is called once."""
+
+    def __init__(
+        self,
+        cluster: RayCluster,
+        kind: type[RunActor],
+        role: str,
+        number: int,
+        claim: Claim,
+        *setup: Any,
+    ) -> None:
+        """`setup` are the arguments of `build`."""
+        self._cluster, self._kind, self._role, self._number = cluster, kind, role, number
+        self._claim, self._setup = claim, setup
+        self._actor: Any = None
+        self._end: Any = None
+
+    async def start(self) -> Json:
+        """Start it; what its `build` gives. `ConfigError` where it does not come up."""
+        where = node_for(self._claim, self._number)
+        self._actor = self._cluster.start(self._kind, self._role, self._number, self._claim, where)
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                answer: Json = await self._actor.build.remote(*self._setup)
+        except TimeoutError:
+            message = f"no actor came up within {_START_SECONDS:g} seconds; has the cluster free cores?"
+            raise ConfigError(message) from None
+        except load_ray().exceptions.RayError as error:
+            raise ConfigError(f"an actor could not be started: {error}") from error
+        self._end = self._actor.live.remote()
+        return reply_of(answer)
+
+    async def ask(self, method: str, *arguments: Any) -> Any:
+        """What a method of it answers; `WorkerDied` when it dies first. Cancelling it cancels the work."""
+        ray = load_ray()
+        reference = getattr(self._actor, method).remote(*arguments)
+        try:
+            return await reference
+        except asyncio.CancelledError:
+            ray.cancel(reference)
+            raise
+        except (ray.exceptions.RayActorError, ray.exceptions.TaskCancelledError) as error:
+            raise WorkerDied(f"a Ray actor died: {cause_of(error)}") from error
+
+    async def ended(self) -> str:
+        try:
+            await self._end
+        except load_ray().exceptions.RayError as error:
+            return f"a Ray actor died: {cause_of(error)}"
+        return "a Ray actor ended"
+
+    async def kill(self) -> None:
+        if self._actor is not None:
+            self._cluster.kill(self._actor)
+            self._actor = None
 
 
 def _resident(pid: int) -> int:

@@ -275,6 +275,15 @@ def on_node(node: str, *, soft: bool = False) -> Any:
     return strategies.NodeAffinitySchedulingStrategy(node, soft=soft, _spill_on_unavailable=soft)
 
 
+def node_for(claim: Claim, number: int) -> Any:
+    """Nodes without GPUs where there are some, in turn; another one where that is full or gone meanwhile."""
+    nodes = alive_nodes()
+    plain = [node for node in nodes if not node.gpus] or nodes
+    free = [node for node in plain if node.free_cpus >= claim.cpus] or plain
+    free.sort(key=lambda node: -node.free_cpus)
+    return on_node(free[number % len(free)].id, soft=True)
+
+
 def import_path() -> list[str]:
     """Where actors look for a user's modules: where this process does."""
     return [str(Path(entry).resolve()) for entry in sys.path if isinstance(entry, str)]

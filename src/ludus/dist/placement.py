@@ -62,7 +62,7 @@ class RayPlacement:
         self._engine = Claim("engine", engines, each)
         self._tool = Claim("tool actor", tools)
         claims = [self._rank, self._engine, Claim(self._tool.role, tools * hosts)]
-        self._hosts: list[RayHost] = []
+        self._hosts: list[RayHost | RewardHost] = []
         self.cluster = RayCluster(run, address, nodes, claims, has_weights=engines > 0)
         self.address = self.cluster.own_address
         self.interface = interface_of(self.address)
@@ -140,6 +140,7 @@ class RayPlacement:
     async def host_rewards(self, specs: Sequence[Any], rewards: Sequence[Any]) -> list[Any]:
         """Rewards, in actors that build them from their specs."""
         host = RewardHost(self.cluster, self._tool, specs)
+        self._hosts.append(host)
         await host.start()
         return hosted(host, rewards)
 

@@ -8,22 +8,17 @@ only the host knows which episodes were lost with it.
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from ludus.core.failures import ConfigError
 from ludus.core.messages import Json
-from ludus.dist.actors import RunActor
-from ludus.dist.cluster import Claim, RayCluster, alive_nodes, load_ray, on_node
-from ludus.tools.hosting import PooledHost, ToolFacts, ToolReference, WorkerDied
-from ludus.tools.hosting.host import LOADER, reply_of
-from ludus.tools.hosting.worker import HostedTools
-
-_START_SECONDS = 300.0
+from ludus.dist.actors import ActorWorker, RunActor
+from ludus.dist.cluster import Claim, RayCluster
+from ludus.remote.channel import Frame
+from ludus.tools.hosting import PooledHost, ToolFacts, ToolReference
+from ludus.tools.hosting.host import LOADER
+from ludus.tools.hosting.worker import HostedTools, reply_of
 
 
 class RayHost(PooledHost):
@@ -42,11 +37,11 @@ class RayHost(PooledHost):
         """`cpus` is what each actor claims of its node. Files named in references must exist on every node.
         With a `cluster`, the actors are those of its run, which ends them."""
         absolute = [_absolute(reference) for reference in references]
-        claim, numbers = Claim("tool actor", workers, cpus=cpus), itertools.count()
+        claim = Claim("tool actor", workers, cpus=cpus)
 
-        def make_worker() -> RayWorker:
+        def make_worker(number: int) -> RayWorker:
             assert self._cluster is not None, "the host is not started"
-            return RayWorker(absolute, loader, self._cluster, claim, next(numbers) % workers)
+            return RayWorker(self._cluster, ToolActor, "tools", number, claim, absolute, loader)
 
         super().__init__(make_worker, workers)
         self._address, self._claim = address, claim
@@ -65,86 +60,24 @@ class RayHost(PooledHost):
             self._cluster = None
 
 
-class RayWorker:
+class RayWorker(ActorWorker):
     """One actor."""
 
-    def __init__(
-        self,
-        references: Sequence[ToolReference],
-        loader: str,
-        cluster: RayCluster,
-        claim: Claim,
-        number: int,
-    ) -> None:
-        self._references, self._loader = list(references), loader
-        self._cluster, self._claim, self._number = cluster, claim, number
-        self._actor: Any = None
-        self._end: Any = None
-
-    async def start(self) -> Json:
-        ray = load_ray()
-        where = node_for(self._claim, self._number)
-        self._actor = self._cluster.start(ToolActor, "tools", self._number, self._claim, where)
-        try:
-            async with asyncio.timeout(_START_SECONDS):
-                answer: Json = await self._actor.build.remote(self._references, self._loader)
-        except TimeoutError:
-            message = f"no actor came up within {_START_SECONDS:g} seconds; has the cluster free cores?"
-            raise ConfigError(message) from None
-        except ray.exceptions.RayError as error:
-            raise ConfigError(f"an actor could not be started: {error}") from error
-        self._end = self._actor.live.remote()
-        return reply_of(answer)
-
     async def request(self, operation: str, body: Json) -> Json:
-        ray = load_ray()
-        reference = self._actor.perform.remote(operation, body)
-        try:
-            return reply_of(await reference)
-        except asyncio.CancelledError:
-            ray.cancel(reference)
-            raise
-        except (ray.exceptions.RayActorError, ray.exceptions.TaskCancelledError) as error:
-            raise WorkerDied(_died(error)) from error
-
-    async def ended(self) -> str:
-        ray = load_ray()
-        try:
-            await self._end
-        except ray.exceptions.RayError as error:
-            return _died(error)
-        return "an actor ended"
-
-    async def kill(self) -> None:
-        if self._actor is not None:
-            self._cluster.kill(self._actor)
-            self._actor = None
+        return reply_of(*await self.ask("perform", {"operation": operation, "body": body}))
 
 
 class ToolActor(RunActor):
     """What runs in the cluster."""
 
     async def build(self, references: list[ToolReference], loader: str) -> Json:
-        self._tools = HostedTools(references, loader)
-        return await self._tools.load()
+        self._tools = HostedTools()
+        setup = {"operation": "start", "references": references, "loader": loader}
+        return (await self._tools.answer(setup))[0]
 
-    async def perform(self, operation: str, body: Json) -> Json:
+    async def perform(self, head: Json) -> Frame:
         await self.tell({"requests": self._told.get("requests", 0) + 1})
-        answer, text = await self._tools.answer(operation, body)
-        return answer if text is None else {"reply": {**answer["reply"], "content": text}}
-
-
-def node_for(claim: Claim, number: int) -> Any:
-    """Nodes without GPUs where there are some, in turn; another one where that is full or gone meanwhile."""
-    nodes = alive_nodes()
-    plain = [node for node in nodes if not node.gpus] or nodes
-    free = [node for node in plain if node.free_cpus >= claim.cpus] or plain
-    free.sort(key=lambda node: -node.free_cpus)
-    return on_node(free[number % len(free)].id, soft=True)
-
-
-def _died(error: Exception) -> str:
-    return f"a Ray actor died ({type(error).__name__})"
+        return await self._tools.answer(head)
 
 
 def _absolute(reference: ToolReference) -> ToolReference:

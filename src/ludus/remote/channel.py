@@ -46,6 +46,10 @@ class FrameError(ValueError):
     """What came is not a frame."""
 
 
+class RequestFailed(Exception):
+    """The other side could not answer: a mistake in its program, told with its message."""
+
+
 def pack_frame(head: Json, body: bytes = b"") -> bytes:
     """A frame in one piece."""
     text = json.dumps(head, separators=(",", ":")).encode()
@@ -104,12 +108,15 @@ class RequestChannel:
         self._waiting[number] = future
         try:
             self._send({**head, "number": number}, body)
-            return await future
+            reply, found = await future
         except asyncio.CancelledError:
             self._send({"number": number, "cancel": True})
             raise
         finally:
             self._waiting.pop(number, None)
+        if "failed" in reply:
+            raise RequestFailed(reply["failed"])
+        return reply, found
 
     async def closed(self) -> None:
         """Return when the other side is gone, or has sent what is no frame."""
@@ -164,13 +171,16 @@ async def serve_requests(
 ) -> None:
     """Answer requests, each in a task of its own, until the other side closes the connection.
 
-    `answer` must not raise: it tells its errors in the reply.
+    `answer` tells its errors in the reply. What it raises nevertheless is a `RequestFailed` over there.
     """
     tasks: dict[int, asyncio.Task[None]] = {}
 
     async def perform(number: int, head: Json, body: bytes) -> None:
-        reply, found = await answer(head, body)
-        write_frame(writer, {**reply, "number": number}, found)
+        try:
+            reply, found = await answer(head, body)
+            write_frame(writer, {**reply, "number": number}, found)
+        except Exception as error:  # noqa: BLE001 - else the request would wait for ever
+            write_frame(writer, {"failed": f"{type(error).__name__}: {error}", "number": number})
         await writer.drain()
 
     try:

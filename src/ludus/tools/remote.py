@@ -30,8 +30,9 @@ from urllib.parse import quote, urlsplit
 
 from ludus.core.failures import ConfigError, Fault, InfraError
 from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult, ToolSpec
+from ludus.remote.session import EpisodeLost, OutcomeUnknown
 from ludus.remote.time_limit import queueing
-from ludus.tools.hosting.host import UNKNOWN, EpisodeLost, OutcomeUnknown, ToolFacts
+from ludus.tools.hosting.host import UNKNOWN, ToolFacts
 from ludus.tools.remote_http import (
     NotConnected,
     ResponseLost,

@@ -27,7 +27,7 @@ from ludus.core.messages import Json, ToolResult
 from ludus.core.strict_json import decode
 from ludus.llm.http import load_aiohttp
 from ludus.remote.per_loop import PerLoop
-from ludus.tools.hosting.host import OutcomeUnknown
+from ludus.remote.session import OutcomeUnknown
 from ludus.tools.wire import (
     DEADLINE_HEADER,
     INSTANCE_HEADER,

@@ -3,18 +3,18 @@
 `ToolHost` is the interface that the tool server uses; `PooledHost` is for anything that has workers.
 """
 
+from ludus.remote.session import EpisodeLost, OutcomeUnknown
+from ludus.remote.supervisor import WorkerDied
 from ludus.tools.hosting.host import (
-    EpisodeLost,
     HostHealth,
     LocalHost,
-    OutcomeUnknown,
     ToolFacts,
     ToolHost,
     ToolReference,
     ToolsFile,
     load_tools,
 )
-from ludus.tools.hosting.pool import PooledHost, ToolWorker, WorkerDied
+from ludus.tools.hosting.pool import PooledHost, ToolWorker
 from ludus.tools.hosting.process_host import ProcessHost
 
 __all__ = [

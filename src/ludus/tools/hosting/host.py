@@ -12,24 +12,11 @@ from ludus.core.config import Config
 from ludus.core.failures import Boundary, ConfigError, InfraError
 from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult, ToolSet, ToolSpec
 from ludus.core.task import Task
+from ludus.remote.session import EpisodeLost, OutcomeUnknown
 from ludus.sandbox import SandboxConfig
 from ludus.tools.tool import Tool
 from ludus.tools.toolset import CombinedTools, LocalTools, shut
 from ludus.tools.wire import ErrorKind
-
-
-class EpisodeLost(InfraError):
-    """The state that an episode had in its tools is gone. Retrying the call is useless; replay the episode."""
-
-    def __init__(self, message: str, *, attempts: int = 1) -> None:
-        super().__init__(Boundary.SERVER, message, attempts=attempts, retriable=False, replay=True)
-
-
-class OutcomeUnknown(InfraError):
-    """A call may have taken effect or not, and its tool may not be repeated to find out."""
-
-    def __init__(self, message: str, *, attempts: int = 1) -> None:
-        super().__init__(Boundary.SERVER, message, attempts=attempts, retriable=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,14 +169,6 @@ def error_from_json(raw: Json) -> Exception:
         return OutcomeUnknown(message, attempts=raw["attempts"])
     how = {name: raw[name] for name in ("attempts", "retriable", "replay")}
     return InfraError(Boundary(raw["boundary"]), message, **how)
-
-
-def reply_of(answer: Json) -> Json:
-    """The reply in a worker's answer; the error in it is raised again."""
-    if "error" in answer:
-        raise error_from_json(answer["error"])
-    reply: Json = answer["reply"]
-    return reply
 
 
 class LocalHost:
