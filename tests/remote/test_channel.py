@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from ludus.remote.channel import (
+    AnswerFailed,
     ChannelClosed,
     FrameError,
     RequestChannel,
-    RequestFailed,
     pack_frame,
     read_frame,
     serve_requests,
@@ -104,7 +104,7 @@ async def test_requests_run_side_by_side() -> None:
 
 async def test_a_reply_that_cannot_travel_is_an_error() -> None:
     async with connected() as (channel, _, _):
-        with pytest.raises(RequestFailed, match=r"TypeError: .* not JSON serializable"):
+        with pytest.raises(AnswerFailed, match=r"TypeError: .* not JSON serializable"):
             await channel.request({"name": "odd"})
         assert await channel.request({"name": "quick"}) == ({"name": "quick"}, b"")
 

@@ -46,7 +46,7 @@ class FrameError(ValueError):
     """What came is not a frame."""
 
 
-class RequestFailed(Exception):
+class AnswerFailed(Exception):
     """The other side could not answer: a mistake in its program, told with its message."""
 
 
@@ -115,7 +115,7 @@ class RequestChannel:
         finally:
             self._waiting.pop(number, None)
         if "failed" in reply:
-            raise RequestFailed(reply["failed"])
+            raise AnswerFailed(reply["failed"])
         return reply, found
 
     async def closed(self) -> None:
@@ -171,7 +171,7 @@ async def serve_requests(
 ) -> None:
     """Answer requests, each in a task of its own, until the other side closes the connection.
 
-    `answer` tells its errors in the reply. What it raises nevertheless is a `RequestFailed` over there.
+    `answer` tells its errors in the reply. What it raises nevertheless is a `AnswerFailed` over there.
     """
     tasks: dict[int, asyncio.Task[None]] = {}
 
