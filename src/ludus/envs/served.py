@@ -30,8 +30,9 @@ from ludus.envs.pool import EnvPool, Lease
 from ludus.envs.pool_config import PoolConfig
 from ludus.envs.tools import EnvAccess, EnvTools, rename_clashes, tools_of
 from ludus.envs.world import env_name, load_env
+from ludus.remote.session import EpisodeLost, EpisodeState
 from ludus.tools import CombinedTools
-from ludus.tools.hosting import EpisodeLost, ToolFacts, ToolReference, load_tools
+from ludus.tools.hosting import ToolFacts, ToolReference, load_tools
 from ludus.tools.hosting.host import facts_of, needs_env
 from ludus.tools.library import tools_named
 from ludus.tools.toolset import shut
@@ -52,8 +53,8 @@ class _Session:
     """The last observation of each environment."""
     owners: dict[str, str] = field(default_factory=dict)
     """The environment that each tool belongs to."""
-    lost: str = ""
-    """Why its environments are not used any more."""
+    state: EpisodeState = field(default_factory=EpisodeState)
+    """Lost, where its environments are not used any more."""
 
 
 class ServedTools:
@@ -98,7 +99,7 @@ class ServedTools:
         async with self._used(session, touches_env=touches_env):
             result = await session.tools.call(call, session.context)
         if touches_env and result.fault is Fault.TOOL_TIMEOUT:
-            session.lost = f"a call of {call.name!r} did not end in time"
+            session.state.lose(f"a call of {call.name!r} did not end in time")
         if call.name in session.owners:
             session.seen[session.owners[call.name]] = Observation(result.content, result.media)
         return result
@@ -112,7 +113,7 @@ class ServedTools:
             await session.tools.close(session.context)
         finally:
             for name in session.leases:
-                await self._pools[name].release(context.episode, is_broken=bool(session.lost))
+                await self._pools[name].release(context.episode, is_broken=bool(session.state.lost))
 
     async def aclose(self) -> None:
         """Close every instance."""
@@ -186,16 +187,15 @@ class ServedTools:
 
     @asynccontextmanager
     async def _used(self, session: _Session, *, touches_env: bool = True) -> AsyncIterator[None]:
-        """What fails or is cancelled in here leaves the environments in a state that nobody knows."""
-        if session.lost:
-            raise EpisodeLost(f"its environments are not used any more: {session.lost}")
+        """What fails or is cancelled in here leaves the environments in an unknown state."""
+        session.state.check()
         try:
             yield
         except ConfigError:
             raise
         except BaseException as error:
             if touches_env:
-                session.lost = str(error) or type(error).__name__
+                session.state.lose(str(error) or type(error).__name__)
             raise
 
     def _held(self, context: ToolContext) -> _Session:

@@ -5,14 +5,10 @@ time. Calls of one episode share a session; a lock per episode makes sure that a
 opened again once, however many calls notice. Requests beyond `connections` wait for one of them, within
 their deadline; the queue that counts is the server's, which says when it is full.
 
-What a lost session means. It is opened again silently only while no stateful tool was called in it;
-otherwise what the episode had built up is gone, and every further call raises `EpisodeLost`.
-
-What a lost answer means. Every call has a random idempotency key; the server runs a key once, so asking
-again is safe as long as the same server process answers. When another one does (it was restarted, or the
-episode moved), nobody knows whether the first attempt ran: a tool that may be repeated is, which is counted
-and logged; any other raises `OutcomeUnknown`. The server checks the same again, by what the retry says of
-its first attempt.
+What a lost session means, and a lost answer, is said in `remote/session.py`. Every call has a random
+idempotency key; the server runs a key once, so asking again is safe as long as the same server process
+answers. Only when another one does (it was restarted, or the episode moved) may the first attempt have run
+without a trace. The server checks this too, by what the retry says of its first attempt.
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ from urllib.parse import quote, urlsplit
 
 from ludus.core.failures import ConfigError, Fault, InfraError
 from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult, ToolSpec
-from ludus.remote.session import EpisodeLost, OutcomeUnknown
+from ludus.remote.session import EpisodeLost, EpisodeState, OutcomeUnknown, check_repeatable
 from ludus.remote.time_limit import queueing
 from ludus.tools.hosting.host import UNKNOWN, ToolFacts
 from ludus.tools.remote_http import (
@@ -119,11 +115,11 @@ class _RemoteSession:
 
 @dataclass(slots=True, eq=False)
 class _RemoteEpisode:
-    """An episode, its session if it has one, and why its state is gone if it is."""
+    """An episode, its session if it has one, and whether its state is lost."""
 
     context: ToolContext
     session: _RemoteSession | None = None
-    lost: str = ""
+    state: EpisodeState = field(default_factory=EpisodeState)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -304,8 +300,7 @@ class RemoteTools:
 
     async def _session(self, episode: _RemoteEpisode, budget: RetryBudget) -> _RemoteSession:
         """The episode's session, opened if need be; `EpisodeLost` once its state is gone."""
-        if episode.lost:
-            raise _lost(episode.lost, 1)
+        episode.state.check()
         if episode.session is None:
             async with episode.lock:
                 if episode.session is None:
@@ -374,9 +369,9 @@ class RemoteTools:
             await budget.pause(error.message, retry_after(error))
         elif error.kind in _SESSION_GONE:
             if session.has_state:
-                self.counters.lost += not episode.lost
-                episode.lost = episode.lost or error.message
-                raise _lost(error.message, budget.attempts)
+                self.counters.lost += not episode.state.lost
+                episode.state.lose(error.message)
+            episode.state.check(attempts=budget.attempts)
             self._drop_session(episode, session)
             await budget.pause(error.message)
         else:
@@ -439,12 +434,9 @@ class RemoteTools:
         await call.budget.pause(str(error))
 
     def _check_repeat(self, session: _RemoteSession, call: _PendingCall) -> None:
-        if not session.tools.get(call.name, UNKNOWN).repeatable:
-            raise OutcomeUnknown(
-                f"the server went away while {call.name!r} may have run there; whether it took effect is "
-                "unknown, and the tool may not be repeated (retries=0)",
-                attempts=call.budget.attempts,
-            )
+        repeatable = session.tools.get(call.name, UNKNOWN).repeatable
+        why, attempts = "the server went away", call.budget.attempts
+        check_repeatable(call.name, repeatable, why, attempts=attempts)
         self._count_repeat(call)
 
     def _count_repeat(self, call: _PendingCall) -> None:
@@ -465,11 +457,6 @@ class RemoteTools:
             await self._http.send("DELETE", url, None, _CLOSE_SECONDS)
         except (NotConnected, ResponseLost, TimeoutError) as error:
             _log.info("the server could not be told that something ended: %s", error)
-
-
-def _lost(why: str, attempts: int) -> EpisodeLost:
-    message = f"what the episode had built up in its tools is gone: {why}"
-    return EpisodeLost(message, attempts=attempts)
 
 
 def _token(addresses: Sequence[str]) -> str | None:
