@@ -20,10 +20,10 @@ from ragged_episodes import branched, tiny_model
 
 from ludus.core import Trajectory
 from ludus.core.trajectory import Segment, SegmentKind
-from ludus.engine.replicas.frames import pack_frame
 from ludus.model import sampling_mode, unwrapped
 from ludus.model.attention import CONTEXT
 from ludus.model.packed_attention import PackedContext
+from ludus.remote.channel import pack_frame
 from ludus.training import (
     Critic,
     Learner,

@@ -26,9 +26,10 @@ from ludus.core.messages import Json
 from ludus.dist.actors import RunActor
 from ludus.dist.cluster import Claim, RayCluster, cause_of, in_group, load_ray
 from ludus.engine.replicas.process import ReplicaSettings
-from ludus.engine.replicas.requested import RequestedReplica
+from ludus.engine.replicas.requested import RequestedReplica, checked
 from ludus.engine.replicas.served import ServedEngine
 from ludus.engine.replicas.weight_loading import WEIGHTS, copy_into, load_into
+from ludus.remote.channel import Frame
 from ludus.remote.processes import ScratchFolder
 
 _PING_SECONDS = 5.0
@@ -129,13 +130,13 @@ class RayReplica(RequestedReplica):
         }
         files = _other_files(folder)
         weights = await asyncio.to_thread(self._weights.put, folder, version)
-        _checked(await self._call("start", head, files, weights))
+        checked(await self._call("start", head, files, weights))
         self._version = version
         self._end = asyncio.create_task(self._watch(self._actor))
 
     async def load_weights(self, folder: Path, version: int) -> None:
         weights = await asyncio.to_thread(self._weights.put, folder, version)
-        _checked(await self._call("load_weights", weights, version))
+        checked(await self._call("load_weights", weights, version))
         self._version = version
 
     async def ended(self) -> str:
@@ -155,12 +156,9 @@ class RayReplica(RequestedReplica):
         if actor is not None:
             self._cluster.kill(actor)
 
-    async def _request(
-        self, operation: str, head: Json | None = None, body: bytes = b""
-    ) -> tuple[Json, bytes]:
-        reply, found = await self._call("perform", {**(head or {}), "operation": operation}, body)
-        _checked(reply)
-        return reply, found
+    async def _ask(self, operation: str, head: Json, body: bytes) -> Frame:
+        found: Frame = await self._call("perform", {**head, "operation": operation}, body)
+        return found
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         ray, actor = load_ray(), self._actor
@@ -223,8 +221,3 @@ def _model_folder(files: Mapping[str, bytes], weights: Any) -> Iterator[Path]:
 
 async def _awaited(answer: Any) -> Any:
     return await answer
-
-
-def _checked(reply: Json) -> None:
-    if (error := reply.get("error")) is not None:
-        raise EngineError(error["message"], retriable=error["retriable"])

@@ -80,11 +80,11 @@ class ServiceProcess:
         """
         # What its libraries print is for people to read; the output of this process may be for programs.
         self._process = WorkerProcess(
-            *("-m", "ludus.remote.worker"), stdout=2, variables=self._variables
+            *("-m", "ludus.remote.worker", self._service), stdout=2, variables=self._variables
         )
         reader, writer = await asyncio.open_connection(sock=self._process.connection)
         path = [entry for entry in sys.path if isinstance(entry, str)]
-        writer.write(pack_frame({"path": path, "service": self._service}))
+        writer.write(pack_frame({"path": path}))
         self._channel = RequestChannel(reader, writer)
         self._tasks.append(asyncio.create_task(self._notice_end(self._process, self._channel)))
         reply = await self.request("start", head, body)
@@ -143,11 +143,11 @@ class ServiceProcess:
             self._channel.fail(reason)
 
 
-async def _serve(connection: socket.socket) -> None:
+async def _serve(service_name: str, connection: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=connection)
     setup, _ = await read_frame(reader)
     sys.path[:] = setup["path"]
-    service: Service = load_reference(setup["service"])()
+    service: Service = load_reference(service_name)()
     try:
         await serve_requests(reader, writer, service.answer)
     finally:
@@ -156,9 +156,9 @@ async def _serve(connection: socket.socket) -> None:
 
 def main() -> None:
     """Serve until the parent closes the connection or dies."""
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    end_with_parent(int(sys.argv[2]))
-    asyncio.run(_serve(connection))
+    service, connection, lifeline = sys.argv[1], socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3])
+    end_with_parent(lifeline)
+    asyncio.run(_serve(service, connection))
     os._exit(0)  # threads that still run have no caller
 
 

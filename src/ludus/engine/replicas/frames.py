@@ -1,15 +1,10 @@
-"""What goes over the connection to a replica's process: a head in JSON, and arrays of numbers as they are.
+"""What goes over the connection to a replica's process, as the bodies of frames (`remote/channel.py`).
 
-A frame: the lengths of head and body as 8-byte numbers, the head, the body. Tokens are int32, log-
-probabilities float64, so that nothing is rounded; images are the bytes of their files. Nothing that is read
-is ever executed.
+Tokens are int32, log-probabilities float64, so that nothing is rounded; images are the bytes of their files.
 """
 
 from __future__ import annotations
 
-import asyncio
-import json
-import struct
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -17,26 +12,6 @@ import numpy as np
 from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, FinishReason, VersionSpan
 from ludus.core.messages import Json
-
-_LENGTHS = struct.Struct("!QQ")
-
-
-def pack_frame(head: Json, body: bytes = b"") -> bytes:
-    text = json.dumps(head, separators=(",", ":")).encode()
-    return _LENGTHS.pack(len(text), len(body)) + text + body
-
-
-def unpack_frame(frame: bytes) -> tuple[Json, memoryview]:
-    """What `pack_frame` was given."""
-    head, body = _LENGTHS.unpack_from(frame)
-    start = _LENGTHS.size + head
-    return json.loads(frame[_LENGTHS.size : start]), memoryview(frame)[start : start + body]
-
-
-async def read_frame(reader: asyncio.StreamReader) -> tuple[Json, bytes]:
-    """The next frame; `asyncio.IncompleteReadError` when the other side is gone."""
-    head, body = _LENGTHS.unpack(await reader.readexactly(_LENGTHS.size))
-    return json.loads(await reader.readexactly(head)), await reader.readexactly(body)
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:

@@ -15,16 +15,20 @@ from ludus.engine.replicas.frames import (
     unpack_completion,
     unpack_logprobs,
 )
+from ludus.remote.channel import Frame
 
 
 class RequestedReplica(Engine):
     """The part of an engine elsewhere that asks."""
 
     @abstractmethod
-    async def _request(
-        self, operation: str, head: Json | None = None, body: bytes = b""
-    ) -> tuple[Json, bytes]:
-        """The reply of the `ServedEngine`; its errors, and its death, are raised as `EngineError`."""
+    async def _ask(self, operation: str, head: Json, body: bytes) -> Frame:
+        """The reply of the `ServedEngine`; its death is raised as `EngineError`."""
+
+    async def _request(self, operation: str, head: Json | None = None, body: bytes = b"") -> Frame:
+        """The reply of the `ServedEngine`; an error in it is raised as `EngineError`."""
+        reply, found = await self._ask(operation, head or {}, body)
+        return checked(reply), found
 
     async def generate(
         self,
@@ -46,7 +50,7 @@ class RequestedReplica(Engine):
 
     async def _request_on(
         self, operation: str, head: Json, tokens: Sequence[int], media: Sequence[MediaSpan]
-    ) -> tuple[Json, bytes]:
+    ) -> Frame:
         """A request on a context. Images go by their hashes; those that the engine asks for are sent then.
 
         An episode shows the same images in every turn, and attempts at a task share theirs.
@@ -88,3 +92,10 @@ class RequestedReplica(Engine):
 
     async def forget(self) -> None:
         await self._request("forget")
+
+
+def checked(reply: Json) -> Json:
+    """A reply of the `ServedEngine`; an error in it is raised as `EngineError`."""
+    if (error := reply.get("error")) is not None:
+        raise EngineError(error["message"], retriable=error["retriable"])
+    return reply

@@ -1,6 +1,6 @@
 """Calls of rank 0 on the other ranks, as bytes: what travels, and what goes by its number instead.
 
-A call is a frame of `engine/replicas/frames.py`: a head in JSON, and behind it tensors and files as they are.
+A call is a frame of `remote/channel.py`: a head in JSON, and behind it tensors and files as they are.
 An object is written down by the schema of its class, field by field, so that a field that is added to a class
 travels from then on; `LEFT_BEHIND` names the fields that do not. What is one object here (a turn that branches
 of a tree share) is one object there.
@@ -28,7 +28,7 @@ from ludus.core.config import Config
 from ludus.core.messages import Json
 from ludus.core.task import Task
 from ludus.core.trajectory import Segment, Trajectory
-from ludus.engine.replicas.frames import pack_frame, unpack_frame
+from ludus.remote.channel import pack_frame, unpack_frame
 
 T = TypeVar("T")
 
