@@ -13,9 +13,8 @@ from local_replica import TrainedModel
 
 from ludus.core import EngineError
 from ludus.core.generation import FinishReason, Sampling
-from ludus.engine import EmbeddedEngine, EngineConfig
+from ludus.engine import Canary, EmbeddedEngine, EngineConfig
 from ludus.engine.replicas import (
-    Canary,
     ProcessReplica,
     ReplicaLimits,
     ReplicaSettings,

@@ -387,6 +387,7 @@ async def test_random_lives(tmp_path: Path, seed: int) -> None:
                 known = plain_logprobs(policies[span.version], whole[: len(tokens) + stop])
                 expected = known[len(tokens) + span.start :]
                 assert completion.logprobs[span.start : stop] == pytest.approx(expected, abs=1e-3)
-        assert not engine._sessions and all(not member.load for member in engine._members)
+        assert not engine._replicas._keys
+        assert all(not member.load for member in engine._replicas.members)
         await until(lambda: engine.metrics()["engine/replicas"] == 3)
         assert all(not replica.alive._core.scheduler.sessions for replica in replicas)

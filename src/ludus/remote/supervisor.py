@@ -238,7 +238,7 @@ class Supervisor(Generic[W]):
         """
         deadline = time.monotonic() + seconds
         while True:
-            self._check_usable()
+            self.check()
             known = self.where(key) if key is not None else None
             if known is not None:
                 return known
@@ -278,7 +278,8 @@ class Supervisor(Generic[W]):
         down = [place for place in self._places if place.member is None or not place.member.is_up]
         return "; ".join(f"{self.name} {place.number}: {_why(place)}" for place in down)
 
-    def _check_usable(self) -> None:
+    def check(self) -> None:
+        """`NoWorker` where none will ever serve again."""
         if self._is_closed:
             raise NoWorker(f"the {self.name}s are stopped", is_final=True)
         if all(place.is_given_up for place in self._places):

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -30,9 +29,8 @@ from ludus.core.generation import Completion, Engine, FinishReason, OnTokens, Sa
 from ludus.core.messages import MediaSpan
 from ludus.engine.canary import Canary, CanaryError
 from ludus.engine.replicas.weight_folders import Published, WeightFolders, WeightSource
+from ludus.remote.supervisor import Member, NoWorker, Restarts, Supervisor, WorkerDied
 from ludus.remote.time_limit import queueing
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -55,39 +53,33 @@ class ReplicaLimits:
     """Seconds before the first restart; doubled each time, up to a minute."""
 
 
-class _Member:
-    """A replica and what is known of it."""
+class _Replica:
+    """A replica through all of its lives, as a worker of the supervisor."""
 
-    def __init__(self, replica: Engine) -> None:
-        self.replica = replica
+    def __init__(
+        self, number: int, engine: Engine, bring_up: Callable[[_Replica], Coroutine[Any, Any, None]]
+    ) -> None:
+        self.number, self.engine, self._bring_up = number, engine, bring_up
         self.lock = asyncio.Lock()
         """Held while weights are loaded."""
-        self.is_up = self.is_given_up = False
-        self.sessions: set[str] = set()
-        self.anonymous = 0
-        """Requests in flight that have no session."""
         self.loaded = self.verified = -1
         """The version that it was given, and the last one that passed the canary."""
         self.passed = asyncio.Event()
         """Set unless it is on trial."""
-        self.down: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Why it was taken out."""
-        self.failures = self.refusals = 0
-        self.since = 0.0
-        self.reason = "it has not been started"
+        self.refusals = 0
+        """Updates in a row that failed the canary."""
 
-    @property
-    def is_serving(self) -> bool:
-        return self.is_up and not self.down.done()
+    async def start(self) -> None:
+        await self._bring_up(self)
 
-    @property
-    def load(self) -> int:
-        return len(self.sessions) + self.anonymous
+    async def ended(self) -> str:
+        return await self.engine.ended()
 
-    def take_out(self, reason: str) -> None:
-        self.reason = reason
-        if not self.down.done():
-            self.down.set_result(reason)
+    async def kill(self) -> None:
+        await self.engine.close()
+
+
+_Member = Member[_Replica]
 
 
 class ReplicatedEngine(Engine):
@@ -108,18 +100,20 @@ class ReplicatedEngine(Engine):
             raise ValueError("an engine needs at least one replica")
         self._canary, self._limits = canary, limits or ReplicaLimits()
         self._folders = WeightFolders(source, canary, folder)
-        self._members = [_Member(replica) for replica in replicas]
-        self._keepers: list[asyncio.Task[None]] = []
-        self._sessions: dict[str, _Member] = {}
-        self._homeless: set[str] = set()
+        workers = [_Replica(number, one, self._bring_up) for number, one in enumerate(replicas)]
+        self._replicas = Supervisor(
+            workers.__getitem__,
+            len(workers),
+            restarts=Restarts(self._limits.backoff, 60.0, _STEADY_SECONDS, self._limits.restarts),
+            name="engine",
+            kill_seconds=self._limits.seconds,
+        )
+        self._waiting: dict[str, asyncio.Future[_Member]] = {}
         """Sessions whose request waits for a replica to come back."""
-        self._aborted: set[str] = set()
-        self._changed = asyncio.Event()
         self._version = version
         self._is_paused = self._is_closed = False
         self._updating = asyncio.Lock()
         self._differences: dict[int, float] = {}
-        self._restarts = 0
         self._sync_seconds = self._paused_seconds = 0.0
 
     # The life of the engine
@@ -128,93 +122,31 @@ class ReplicatedEngine(Engine):
         """Start all replicas with the source's weights; an error of one is an error of the engine."""
         try:
             await self._folders.publish(self._version)
-            async with asyncio.TaskGroup() as group:
-                for member in self._members:
-                    group.create_task(self._bring_up(member))
-        except BaseExceptionGroup as several:
-            await self.close()
-            raise several.exceptions[0] from several
+            await self._replicas.start()
         except BaseException:
             await self.close()
             raise
-        self._keepers = [asyncio.create_task(self._keep(member)) for member in self._members]
 
     async def close(self) -> None:
         self._is_closed = True
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
-        for member in self._members:
-            self._stop_serving(member, "the engine is closed")
-        await asyncio.gather(*(self._end(member) for member in self._members))
+        await self._replicas.close()
         self._folders.close()
-        self._notify()
 
-    async def _keep(self, member: _Member) -> None:
-        """Start a replica again whenever it is taken out, until it is given up."""
-        while True:
-            reason = await asyncio.shield(member.down)
-            self._stop_serving(member, reason)
-            log.warning("%s is taken out: %s", member.replica.name, reason)
-            await self._end(member)
-            while not member.is_up:
-                if member.failures > self._limits.restarts or member.refusals >= self._limits.refusals:
-                    member.is_given_up = True
-                    log.error("%s is given up: %s", member.replica.name, member.reason)
-                    self._notify()
-                    return
-                doublings = min(max(0, member.failures - 1), 16)  # 2**1024 is no float
-                await asyncio.sleep(min(60.0, self._limits.backoff * 2**doublings))
-                try:
-                    await self._bring_up(member)
-                    self._restarts += 1
-                    log.warning("%s serves again", member.replica.name)
-                except Exception as error:  # noqa: BLE001 - whatever a replica's start raises
-                    member.failures += 1
-                    member.reason = f"{type(error).__name__}: {error}"
-                    await self._end(member)
-
-    async def _bring_up(self, member: _Member) -> None:
-        """Start a replica with the newest weights; it serves when it has passed the canary."""
-        async with member.lock:
-            member.down = asyncio.get_running_loop().create_future()
+    async def _bring_up(self, replica: _Replica) -> None:
+        """Start a replica with the newest weights; it has passed the canary when this returns."""
+        engine = replica.engine
+        async with replica.lock:
             published: Published | None = None
             while published is not self._newest:
-                begin = member.replica.start if published is None else member.replica.load_weights
+                begin = engine.start if published is None else engine.load_weights
                 published = self._newest
-                await self._load(member, published, begin)
-                await self._examine(member, published)
+                await self._load(replica, published, begin)
+                await self._examine(replica, published)
             is_paused = False
             while is_paused != self._is_paused:
                 is_paused = self._is_paused
-                command = member.replica.pause() if is_paused else member.replica.resume()
-                await self._command(member, "to pause or go on", command)
-            member.is_up, member.since = True, time.monotonic()
-            watch = asyncio.create_task(self._watch(member))
-            member.down.add_done_callback(lambda _: watch.cancel())
-            self._notify()
-
-    async def _watch(self, member: _Member) -> None:
-        member.take_out(await member.replica.ended())
-
-    def _stop_serving(self, member: _Member, reason: str) -> None:
-        if member.is_up:
-            is_steady = time.monotonic() - member.since > _STEADY_SECONDS
-            member.failures = 0 if is_steady else member.failures + 1
-        member.is_up = False
-        member.take_out(reason)
-        for session in member.sessions:
-            del self._sessions[session]
-        member.sessions.clear()
-
-    async def _end(self, member: _Member) -> None:
-        try:
-            async with asyncio.timeout(self._limits.seconds):
-                await member.replica.close()
-        except Exception as error:  # noqa: BLE001 - it is not needed any more
-            log.warning(
-                "%s could not be ended: %s: %s", member.replica.name, type(error).__name__, error
-            )
+                command = engine.pause() if is_paused else engine.resume()
+                await self._command(replica, "to pause or go on", command)
 
     # Weights
 
@@ -236,9 +168,8 @@ class ReplicatedEngine(Engine):
             started = time.perf_counter()
             self._check_usable()
             published = await self._folders.publish(self._version + count)
-            serving = [member for member in self._members if member.is_serving]
             self._paused_seconds = 0.0
-            await asyncio.gather(*(self._sync(member, published) for member in serving))
+            await asyncio.gather(*(self._sync(member, published) for member in self._replicas.members))
             await asyncio.shield(published.expected)  # the trainer may change the weights then
             self._version = published.version
             self._sync_seconds = time.perf_counter() - started
@@ -246,44 +177,53 @@ class ReplicatedEngine(Engine):
             return self._version
 
     async def _sync(self, member: _Member, published: Published) -> None:
-        async with member.lock:
-            if not member.is_serving or member.loaded == published.version:
+        replica = member.worker
+        async with replica.lock:
+            if not member.is_up or replica.loaded == published.version:
                 return  # it comes back with the newest weights
             started = time.perf_counter()
             try:
-                await self._load(member, published, member.replica.load_weights)
+                await self._load(replica, published, replica.engine.load_weights, member)
                 self._paused_seconds = max(self._paused_seconds, time.perf_counter() - started)
                 if not self._is_paused:
-                    await self._examine(member, published)
-                    member.failures = member.refusals = 0
+                    await self._examine(replica, published, member)
+                    member.is_proven, replica.refusals = True, 0
             except CanaryError as error:
-                member.refusals += 1
-                member.take_out(str(error))
+                self._refuse(member, error)
             except Exception as error:  # noqa: BLE001 - whatever it is, its weights are unknown now
                 member.take_out(f"it could not load version {published.version}: {error}")
 
+    def _refuse(self, member: _Member, error: EngineError) -> None:
+        """Take out a replica that failed; for good where it has failed the canary again and again."""
+        replica = member.worker
+        replica.refusals += isinstance(error, CanaryError)
+        member.take_out(str(error), for_good=replica.refusals >= self._limits.refusals)
+
     async def _load(
         self,
-        member: _Member,
+        replica: _Replica,
         published: Published,
         load: Callable[[Path, int], Coroutine[Any, Any, None]],
+        member: _Member | None = None,
     ) -> None:
-        member.passed.clear()
+        replica.passed.clear()
         with published.reading() as folder:
             what = f"to load the weights of version {published.version}"
-            await self._command(member, what, load(folder, published.version))
-        member.loaded = published.version
+            await self._command(replica, what, load(folder, published.version), member)
+        replica.loaded = published.version
 
-    async def _examine(self, member: _Member, published: Published) -> None:
+    async def _examine(
+        self, replica: _Replica, published: Published, member: _Member | None = None
+    ) -> None:
         """Let a replica score the canary; what it has sampled with the new weights is held back until then."""
-        canary = self._canary
-        scoring = member.replica.score(canary.tokens, media=canary.media)
-        scored = await self._command(member, "to score the canary", scoring)
+        canary, engine = self._canary, replica.engine
+        scoring = engine.score(canary.tokens, media=canary.media)
+        scored = await self._command(replica, "to score the canary", scoring, member)
         expected = await asyncio.shield(published.expected)
-        difference = canary.check(expected, scored, member.replica.name, published.version)
-        self._differences[self._members.index(member)] = difference
-        member.verified = published.version
-        member.passed.set()
+        difference = canary.check(expected, scored, engine.name, published.version)
+        self._differences[replica.number] = difference
+        replica.verified = published.version
+        replica.passed.set()
 
     async def pause(self) -> None:
         self._is_paused = True
@@ -293,14 +233,13 @@ class ReplicatedEngine(Engine):
         """Go on; replicas that got weights while they were paused are examined first of all."""
         self._is_paused = False
         await self._command_all("to go on", lambda replica: replica.resume())
-        for member in [one for one in self._members if one.is_serving and not one.passed.is_set()]:
-            async with member.lock:
+        for member in [one for one in self._replicas.members if not one.worker.passed.is_set()]:
+            async with member.worker.lock:
                 try:
-                    if member.is_serving and not member.passed.is_set():
-                        await self._examine(member, self._newest)
+                    if member.is_up and not member.worker.passed.is_set():
+                        await self._examine(member.worker, self._newest, member)
                 except EngineError as error:
-                    member.refusals += isinstance(error, CanaryError)
-                    member.take_out(str(error))
+                    self._refuse(member, error)
 
     async def forget(self) -> None:
         """Drop the KV of all replicas; the policy version stays."""
@@ -321,102 +260,71 @@ class ReplicatedEngine(Engine):
             member = await self._placed(session)
         if member is None:
             return Completion([], [], FinishReason.ABORTED, (VersionSpan(0, self._version),))
-        member.anonymous += session is None
-        try:
-            request = member.replica.generate(tokens, sampling, session=session, media=media)
+        replica = member.worker
+        with member.busy() if session is None else contextlib.nullcontext():
+            request = replica.engine.generate(tokens, sampling, session=session, media=media)
             completion = await self._answered(member, request)
-            if max(span.version for span in completion.versions) > member.verified:
-                await self._answered(member, member.passed.wait())
+            if max(span.version for span in completion.versions) > replica.verified:
+                await self._answered(member, replica.passed.wait())
             return completion
-        finally:
-            member.anonymous -= session is None
 
     async def score(
         self, tokens: Sequence[int], *, temperature: float = 1.0, media: Sequence[MediaSpan] = ()
     ) -> list[float]:
         member = await self._placed(None)
         assert member is not None, "only a session can be aborted"
-        member.anonymous += 1
-        try:
-            scoring = member.replica.score(tokens, temperature=temperature, media=media)
+        replica = member.worker
+        with member.busy():
+            scoring = replica.engine.score(tokens, temperature=temperature, media=media)
             scored = await self._answered(member, scoring)
-            if not member.passed.is_set():
-                await self._answered(member, member.passed.wait())
+            if not replica.passed.is_set():
+                await self._answered(member, replica.passed.wait())
             return scored
-        finally:
-            member.anonymous -= 1
 
     async def fork(self, session: str, into: str) -> None:
         """On the same replica. Where that is gone, so is what could be shared, and it is computed again."""
-        member = self._sessions.get(session)
-        if member is None or not member.is_serving:
-            return
-        other = self._sessions.get(into)
-        if other is not None and other is not member:
-            await self.release(into)
-        self._assign(into, member)
-        await self._command(
-            member, f"to fork the session {session!r}", member.replica.fork(session, into)
-        )
-
-    async def release(self, session: str) -> None:
-        member = self._sessions.pop(session, None)
+        member = self._replicas.where(session)
         if member is None:
             return
-        member.sessions.discard(session)
-        if member.is_serving:
+        if self._replicas.where(into) not in (None, member):
+            await self.release(into)
+        self._replicas.assign(into, member)
+        what, fork = f"to fork the session {session!r}", member.worker.engine.fork(session, into)
+        await self._command(member.worker, what, fork, member)
+
+    async def release(self, session: str) -> None:
+        member = self._replicas.where(session)
+        self._replicas.release(session)
+        if member is not None:
             with contextlib.suppress(EngineError):  # it is gone, and the session with it
-                await self._command(member, "to release a session", member.replica.release(session))
+                released = member.worker.engine.release(session)
+                await self._command(member.worker, "to release a session", released, member)
 
     async def abort(self, session: str) -> None:
-        if session in self._homeless:
-            self._aborted.add(session)
-            self._notify()
-        member = self._sessions.get(session)
-        if member is not None and member.is_serving:
+        if session in self._waiting:
+            self._waiting[session].cancel()
+        member = self._replicas.where(session)
+        if member is not None:
             with contextlib.suppress(EngineError):
-                await self._command(member, "to abort a request", member.replica.abort(session))
+                aborted = member.worker.engine.abort(session)
+                await self._command(member.worker, "to abort a request", aborted, member)
 
     async def _placed(self, session: str | None) -> _Member | None:
         """The replica for a request; None where its session was aborted while it waited for one."""
-        deadline = time.monotonic() + self._limits.seconds
-        while True:
-            self._check_usable()
-            known = self._sessions.get(session) if session is not None else None
-            if known is not None and known.is_serving:
-                return known
-            serving = [member for member in self._members if member.is_serving]
-            if serving:
-                member = min(serving, key=lambda one: one.load)
-                if session is not None:
-                    self._assign(session, member)
-                return member
-            if not await self._came_back(session, deadline - time.monotonic()):
-                return None
-
-    async def _came_back(self, session: str | None, seconds: float) -> bool:
-        """Wait until something has changed; False where the session was aborted meanwhile."""
-        if session is not None:
-            self._homeless.add(session)
+        self._check_usable()
+        placed = self._replicas.place(session, seconds=self._limits.seconds)
         try:
-            async with asyncio.timeout(max(0.0, seconds)):
-                await self._changed.wait()
-            return session not in self._aborted
-        except TimeoutError:
-            raise EngineError(
-                f"waited {self._limits.seconds:g} s for an engine to come back: {self._reasons()}"
-            ) from None
-        finally:
-            if session is not None:
-                self._homeless.discard(session)
-                self._aborted.discard(session)
-
-    def _assign(self, session: str, member: _Member) -> None:
-        before = self._sessions.get(session)
-        if before is not None:
-            before.sessions.discard(session)
-        self._sessions[session] = member
-        member.sessions.add(session)
+            if session is None or self._replicas.members:
+                return await placed
+            waiting = self._waiting[session] = asyncio.ensure_future(placed)
+            try:
+                await asyncio.wait((waiting,))
+            finally:
+                waiting.cancel()
+                self._waiting.pop(session, None)
+            return None if waiting.cancelled() else waiting.result()
+        except NoWorker as error:
+            raise EngineError(str(error), retriable=not error.is_final) from None
 
     # Waiting for replicas
 
@@ -424,32 +332,29 @@ class ReplicatedEngine(Engine):
         self, member: _Member, call: Coroutine[Any, Any, T], seconds: float | None = None
     ) -> T:
         """What a call of a replica gives; an `EngineError` when the replica is taken out first."""
-        task, down = asyncio.ensure_future(call), member.down
         try:
-            await asyncio.wait((task, down), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            if task.done() and not (down.done() and task.exception() is not None):
-                return task.result()
-        finally:
-            await self._let_go(task)
-        if down.done():
-            raise EngineError(f"{member.replica.name} was lost: {down.result()}")
-        raise TimeoutError
+            return await member.answer(call, seconds)
+        except WorkerDied as death:
+            raise EngineError(f"{member.worker.engine.name} was lost: {death}") from None
 
-    async def _let_go(self, task: asyncio.Future[Any]) -> None:
-        """Cancel a call whose answer nobody waits for."""
-        if not task.done():
-            task.cancel()
-            await asyncio.wait((task,), timeout=self._limits.seconds)
-        if task.done() and not task.cancelled():
-            task.exception()  # so that nobody warns that it was never looked at
-
-    async def _command(self, member: _Member, what: str, call: Coroutine[Any, Any, T]) -> T:
-        """The same for what must not take long; a replica that does is taken out."""
+    async def _command(
+        self,
+        replica: _Replica,
+        what: str,
+        call: Coroutine[Any, Any, T],
+        member: _Member | None = None,
+    ) -> T:
+        """What a call gives that must not take long. A replica for which it does is taken out; without `member`
+        it is being started, which fails then."""
         try:
-            return await self._answered(member, call, self._limits.seconds)
+            if member is not None:
+                return await self._answered(member, call, self._limits.seconds)
+            async with asyncio.timeout(self._limits.seconds):
+                return await call
         except TimeoutError:
-            text = f"waited {self._limits.seconds:g} s for {member.replica.name} {what}"
-            member.take_out(text)
+            text = f"waited {self._limits.seconds:g} s for {replica.engine.name} {what}"
+            if member is not None:
+                member.take_out(text)
             raise EngineError(text) from None
 
     async def _command_all(self, what: str, call: Callable[[Engine], Coroutine[Any, Any, None]]) -> None:
@@ -458,30 +363,25 @@ class ReplicatedEngine(Engine):
 
         async def one(member: _Member) -> None:
             try:
-                await self._command(member, what, call(member.replica))
+                await self._command(member.worker, what, call(member.worker.engine), member)
             except EngineError as error:
                 member.take_out(str(error))
 
-        await asyncio.gather(*(one(member) for member in self._members if member.is_serving))
+        await asyncio.gather(*(one(member) for member in self._replicas.members))
 
     def _check_usable(self) -> None:
         if self._is_closed:
             raise EngineError("the engine is closed", retriable=False)
-        if all(member.is_given_up for member in self._members):
-            raise EngineError(f"no engine is left: {self._reasons()}", retriable=False)
-
-    def _reasons(self) -> str:
-        return "; ".join(f"{m.replica.name}: {m.reason}" for m in self._members if not m.is_serving)
-
-    def _notify(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        try:
+            self._replicas.check()
+        except NoWorker as error:
+            raise EngineError(str(error), retriable=False) from None
 
     def metrics(self) -> dict[str, float]:
         """How the replicas are, as of the last update."""
         return {
-            "engine/replicas": sum(member.is_serving for member in self._members),
-            "engine/restarts": self._restarts,
+            "engine/replicas": len(self._replicas.members),
+            "engine/restarts": self._replicas.replaced,
             "engine/sync_seconds": self._sync_seconds,
             "paused_seconds": self._paused_seconds,
             "engine/canary_difference": max(self._differences.values(), default=0.0),
