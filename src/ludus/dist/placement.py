@@ -17,10 +17,9 @@ from ludus.core.messages import ToolSet
 from ludus.dist.actors import RunActor
 from ludus.dist.cluster import Claim, RayCluster, in_group, interface_of, load_ray, on_node
 from ludus.dist.engines import RayReplica, WeightObjects
-from ludus.dist.hosted import HostedEnvs, HostSessions
 from ludus.dist.ranks import RankActor, RayRank
 from ludus.dist.rewards import RewardHost, hosted
-from ludus.dist.tools import RayHost
+from ludus.dist.tools import HostedEnvs, HostSessions, RayHost
 from ludus.engine import EngineConfig
 from ludus.engine.replicas import ReplicaSettings
 from ludus.envs.served import LOADER as ENV_LOADER

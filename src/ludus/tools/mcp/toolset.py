@@ -28,6 +28,8 @@ from mcp_types import INVALID_PARAMS
 
 from ludus.core.failures import ConfigError, Fault, InfraError
 from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult, ToolSpec
+from ludus.remote.session import EpisodeState
+from ludus.remote.supervisor import Restarts
 from ludus.tools.json_schema import argument_problems
 from ludus.tools.mcp.catalog import OfferedTool, ToolCatalog
 from ludus.tools.mcp.config import MCPServerConfig
@@ -42,8 +44,7 @@ from ludus.tools.toolset import malformed, unknown_tool
 
 _log = logging.getLogger(__name__)
 
-_FIRST_PAUSE = 0.1
-_LONGEST_PAUSE = 30.0
+_RESTARTS = Restarts(first_pause=0.1, longest_pause=30.0)
 
 
 @dataclass(slots=True)
@@ -54,9 +55,8 @@ class _EpisodeState:
     """Its own, where each episode has one."""
     seen: ToolCatalog | None = None
     """What it was last told that there is."""
-    calls: int = 0
-    lost: str = ""
-    """Why its state is gone."""
+    kept: EpisodeState = field(default_factory=EpisodeState)
+    """What its own server has of it."""
     opening: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -145,8 +145,7 @@ class MCPTools:
 
     async def _connection(self, state: _EpisodeState) -> MCPConnection:
         """The episode's server, running."""
-        if state.lost:
-            raise ServerGone(state.lost, "Died")
+        state.kept.check()
         if not self.config.has_own_sessions:
             return await self._shared_connection()
         async with state.opening:
@@ -158,10 +157,7 @@ class MCPTools:
                     self._places.release()
                     raise
             elif not state.connection.is_alive:
-                if state.calls:
-                    label = self.config.label
-                    state.lost = f"what the episode had in the MCP server {label!r} is gone: it died"
-                    raise ServerGone(state.lost, "Died")
+                state.kept.gone(f"its MCP server {self.config.label!r} died")
                 state.connection = await self._started()
                 self.restarted += 1
             return state.connection
@@ -196,10 +192,9 @@ class MCPTools:
             return connection
 
     def _note_failure(self, failure: InfraError) -> None:
-        pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(self._failed_starts, 16))
         self._failed_starts += 1
         self._last_failure = failure
-        self._not_before = time.monotonic() + pause
+        self._not_before = time.monotonic() + _RESTARTS.pause(self._failed_starts)
 
     def _given_up(self, failure: InfraError) -> InfraError | ConfigError:
         """A server that has never run is a mistake in the recipe; one that has is a failure."""
@@ -245,7 +240,7 @@ class MCPTools:
         self, call: ToolCall, state: _EpisodeState, found: OfferedTool | ExtraTool
     ) -> ToolResult:
         """One call, sent once more where that is safe and the first server has died of it."""
-        may_repeat = found.repeatable and not (self.config.has_own_sessions and state.calls)
+        may_repeat = found.repeatable and not state.kept.has_state
         while True:
             connection = await self._connection(state)
             try:
@@ -256,7 +251,7 @@ class MCPTools:
                 _log.warning("%s; %r changes nothing, so it is sent again", gone, call.name)
                 may_repeat = False
                 continue
-            state.calls += 1
+            state.kept.has_state = self.config.has_own_sessions
             return result
 
     async def _sent(
