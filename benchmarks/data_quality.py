@@ -31,10 +31,9 @@ from ludus.llm.embeddings import HashedWords, load_embedder
 from ludus.rewards import Scorer, reward
 from ludus.rollouts import Budgets, Rollout
 from ludus.synth import SynthContext, SynthFolder
-from ludus.synth.quality.clusters import cluster
 from ludus.synth.quality.contamination import HeldOut, Senses, asked
 from ludus.synth.quality.pipeline import QualityConfig, QualityPipeline
-from ludus.synth.quality.similarity import DuplicateIndex, shingles, sketch
+from ludus.synth.quality.similarity import DuplicateIndex, cluster, shingles, sketch
 from ludus.tools import as_toolset, tool
 from ludus.worlds import sql
 

@@ -11,10 +11,11 @@ from travel import TOOLS, VALUES, Library
 
 from ludus.core import Task, ToolCall, ToolContext
 from ludus.envs import EnvPool
+from ludus.rollouts.agent import Agent
 from ludus.synth.magnet import path_task
 from ludus.synth.paths.call_paths import PathPlanner, plan_paths, schema_values, value_of
 from ludus.synth.paths.instructions import template_turns, unsaid
-from ludus.synth.paths.path_episodes import offered_tools, play_path
+from ludus.synth.paths.path_episodes import demonstration_rollout, offered_tools, play_path
 from ludus.synth.paths.schema_fit import inlined
 from ludus.synth.paths.signature_graph import SignatureGraph
 from ludus.tools import as_toolset
@@ -23,7 +24,7 @@ from ludus.tools.mcp import mcp_tools
 
 async def test_paths_run_without_a_schema_fault() -> None:
     tools = as_toolset(TOOLS)
-    graph = SignatureGraph.of(await offered_tools(tools))
+    graph = SignatureGraph.of(await offered_tools(demonstration_rollout(Agent(), tools)))
     planner = PathPlanner(graph, schema_values(VALUES), Random(3), max_calls=6)
     paths = plan_paths(planner, 60, max_turns=3)
     assert len(paths) == 60 and {path.operation for path in paths} == {"magnify", "connect"}
@@ -47,7 +48,7 @@ async def test_paths_run_without_a_schema_fault() -> None:
 
 async def test_results_feed_later_calls() -> None:
     tools = as_toolset(TOOLS)
-    graph = SignatureGraph.of(await offered_tools(tools))
+    graph = SignatureGraph.of(await offered_tools(demonstration_rollout(Agent(), tools)))
     path = PathPlanner(graph, schema_values(VALUES), Random(0), optional=0).magnify("book", depth=3)
     assert path.tools == ["search_flights", "compare_prices", "book"]
     played = await play_path(
@@ -129,7 +130,7 @@ def test_references_are_followed_as_far_as_they_go() -> None:
 
 async def test_a_path_whose_result_lacks_the_value_is_no_example() -> None:
     tools = as_toolset(TOOLS)
-    graph = SignatureGraph.of(await offered_tools(tools))
+    graph = SignatureGraph.of(await offered_tools(demonstration_rollout(Agent(), tools)))
     planner = PathPlanner(graph, schema_values({"flight_id": ["nonsense"], **VALUES}), Random(0))
     path = planner.magnify("compare_prices", depth=0)
     planned = path_task("p", path, template_turns(path, graph), Task(), {"capability": ""})
@@ -140,7 +141,7 @@ async def test_a_path_whose_result_lacks_the_value_is_no_example() -> None:
 async def test_the_tools_of_an_environment_are_nodes_too() -> None:
     pool = EnvPool(Library, name="library", size=2)
     try:
-        specs = await offered_tools(as_toolset([]), {"library": pool})
+        specs = await offered_tools(demonstration_rollout(Agent(), as_toolset([]), {"library": pool}))
         graph = SignatureGraph.of(specs)
         assert graph.successors("find_book") == ["borrow"]
         path = PathPlanner(graph, schema_values({"title": ["Emma"]}), Random(0)).magnify("borrow")

@@ -34,7 +34,7 @@ from ludus.synth import (
     load_method,
     write_result,
 )
-from ludus.synth.method import POLICY, ModelSpec
+from ludus.synth.asking import POLICY, ModelSpec
 from ludus.synth.report import tables_of
 from ludus.training.config.parts import Parts, task_set_specs
 from ludus.training.config.recipe import Recipe

@@ -5,7 +5,7 @@ each candidate that is left out has a reason. `quality` has the checks, which an
 through.
 """
 
-from ludus.synth.folder import ItemResult, SynthFolder
+from ludus.synth.asking import MeteredModel
 from ludus.synth.method import (
     METHODS,
     SourcedTask,
@@ -16,7 +16,15 @@ from ludus.synth.method import (
     load_method,
 )
 from ludus.synth.report import page_html, write_result
-from ludus.synth.result import Cost, MeteredModel, Rejected, SynthResult, provenance_of, with_provenance
+from ludus.synth.result import (
+    Cost,
+    ItemResult,
+    Rejected,
+    SynthFolder,
+    SynthResult,
+    provenance_of,
+    with_provenance,
+)
 from ludus.synth.steps import EpisodeStep, action_set, quality_of, steps_of
 
 __all__ = [

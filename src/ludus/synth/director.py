@@ -17,27 +17,29 @@ from pydantic import BaseModel, Field
 
 from ludus.chat.renderer import Renderer
 from ludus.core.chat import ChatModel, ChatOptions
-from ludus.core.failures import InfraError
-from ludus.core.messages import Message, ToolSpec
+from ludus.core.messages import Message
 from ludus.core.random import key
 from ludus.core.task import Task
 from ludus.core.trajectory import StopReason, Trajectory, is_lost, is_success
-from ludus.llm import ask_json
-from ludus.rewards import Scorer
 from ludus.rollouts.agent import Agent
 from ludus.rollouts.episode import Episode, EpisodeOver
-from ludus.synth.folder import ItemResult
+from ludus.synth.asking import POLICY, ModelSpec, ask, transcript
 from ludus.synth.method import (
-    POLICY,
-    ModelSpec,
     SourcedTask,
     SynthConfig,
     SynthContext,
     SynthMethod,
 )
+from ludus.synth.paths.path_episodes import offered_tools
 from ludus.synth.quality.similarity import DuplicateIndex, sketch
-from ludus.synth.result import Rejected, SynthResult, current_cost, provenance_of, with_provenance
-from ludus.synth.sources import transcript
+from ludus.synth.result import (
+    ItemResult,
+    Rejected,
+    SynthResult,
+    current_cost,
+    provenance_of,
+    with_provenance,
+)
 from ludus.synth.steps import action_set, steps_of
 
 _CONTINUES = "(step continues)"
@@ -187,7 +189,6 @@ class DirectorActor(SynthMethod[DirectorConfig]):
         pieces = await context.each(
             "outlines", items, make, name=lambda item: f"{item[0].name}/{item[1]}"
         )
-        context.check_made(pieces)
         result = SynthResult()
         index: dict[str, DuplicateIndex] = {}
         for (one, _), piece in zip(items, pieces, strict=True):
@@ -202,14 +203,12 @@ class DirectorActor(SynthMethod[DirectorConfig]):
     async def _episodes(self, context: SynthContext, one: SourcedTask, number: int) -> ItemResult:
         settings, rollout = self.settings, one.source.rollout
         seed = key(context.seed, one.name, number)
-        specs = await offered(one, key(seed, "tools"))
+        specs = await offered_tools(rollout, one.task, key(seed, "tools"))
         director = await context.model(settings.director)
-        question = [
-            Message("system", _DIRECTOR + rollout.renderer.bound(specs).format.describe(specs)),
-            Message("user", f"<task>\n{transcript(one.task.messages, len(one.task.messages))}\n</task>"),
-        ]
+        system = _DIRECTOR + rollout.renderer.bound(specs).format.describe(specs)
+        text = f"<task>\n{transcript(one.task.messages, len(one.task.messages))}\n</task>"
         options = ChatOptions(temperature=0.7 if number else 0.0, seed=seed)
-        outline = (await ask_json(director, question, Outline, options)).value
+        outline = await ask(director, system, text, Outline, options)
         task = _with_outline(one.task, outline) if settings.outline_in_prompt else one.task
         played: list[Trajectory] = []
         for actor in settings.actors:
@@ -240,23 +239,6 @@ class DirectorActor(SynthMethod[DirectorConfig]):
         else:
             held.add(actions)
             result.kept.append(trajectory)
-
-
-async def offered(one: SourcedTask, seed: int) -> list[ToolSpec]:
-    """The tools that an episode at this task has, its environments' included."""
-    found: list[ToolSpec] = []
-
-    class Listing(Agent):
-        async def run(self, episode: Episode) -> None:
-            found.extend(episode.specs)
-
-    listing = replace(one.source.rollout, agent=Listing(), scorer=Scorer(()))
-    played = await listing.play(one.task, 0, seed)
-    if played.failure is not None:
-        raise InfraError(
-            played.failure.boundary, f"the tools cannot be listed: {played.failure.message}"
-        )
-    return found
 
 
 def _with_outline(task: Task, outline: Outline) -> Task:

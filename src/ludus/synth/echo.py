@@ -16,17 +16,21 @@ from pydantic import BaseModel, Field
 
 from ludus.core.chat import ChatModel, ChatOptions
 from ludus.core.failures import ConfigError
-from ludus.core.messages import Message
 from ludus.core.random import key
 from ludus.core.registry import load_reference
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory, is_success
-from ludus.llm import ask_json
-from ludus.synth.folder import ItemResult
-from ludus.synth.method import POLICY, ModelSpec, SynthContext, SynthMethod
-from ludus.synth.replaying import first_difference, recorded_actions, replay
-from ludus.synth.result import Rejected, SynthResult, provenance_of, with_provenance
-from ludus.synth.sources import EpisodesConfig, SourcedEpisode, episodes_of, transcript
+from ludus.synth.asking import POLICY, ModelSpec, ask, transcript
+from ludus.synth.episodes import (
+    EpisodesConfig,
+    SourcedEpisode,
+    episodes_of,
+    first_difference,
+    recorded_actions,
+    replay,
+)
+from ludus.synth.method import SynthContext, SynthMethod
+from ludus.synth.result import ItemResult, SynthResult, provenance_of, with_provenance
 
 _HINDSIGHT = """An agent was given a task and failed at it. Look at what it did and what the tools answered,
 and say which task it has in fact carried out completely. Write that task as the user's instruction, in the
@@ -79,14 +83,9 @@ class HindsightRelabelling(SynthMethod[EchoConfig]):
             return await self._relabelled(one, model, verifier, key(context.seed, one.name))
 
         pieces = await context.each("hindsight", failed, relabel, name=lambda one: one.name)
-        context.check_made(pieces)
         result = SynthResult()
         for one, piece in zip(failed, pieces, strict=True):
-            reason = piece.notes.get("reason")
-            if reason:
-                result.rejected.append(Rejected(one.trajectory, reason, piece.notes.get("detail", "")))
-            else:
-                result.kept += piece.trajectories
+            result.add(piece, one.trajectory)
         verified = sum(provenance_of(one).get("verified") is True for one in result.kept)
         result.numbers = {
             "episodes": len(episodes),
@@ -102,7 +101,7 @@ class HindsightRelabelling(SynthMethod[EchoConfig]):
         recorded, rollout = one.trajectory, one.source.rollout
         told = await account_of(model, recorded, self.settings.max_tokens)
         if not told.achieved or not told.instruction.strip():
-            return _out("nothing_achieved", told.instruction[:200])
+            return ItemResult.left_out("nothing_achieved", told.instruction[:200])
         task = new_task(recorded.task, told, recorded.attempt)
         actions = recorded_actions(recorded, rollout.renderer)
         played = await replay(rollout, task, actions, seed=seed, attempt=recorded.attempt)
@@ -110,13 +109,15 @@ class HindsightRelabelling(SynthMethod[EchoConfig]):
             return ItemResult([played])
         difference = first_difference(recorded, played)
         if difference:
-            return _out("replay_differs", difference)
+            return ItemResult.left_out("replay_differs", difference)
         verdict = _verdict(played, task, told, verifier, self.settings.threshold)
         if verdict is False:
-            return _out("not_achieved", f"{told.instruction:.120} (target {told.target!r:.60})")
+            return ItemResult.left_out(
+                "not_achieved", f"{told.instruction:.120} (target {told.target!r:.60})"
+            )
         if verdict is None:
             if self.settings.unverified == "drop":
-                return _out("unverified", told.instruction[:200])
+                return ItemResult.left_out("unverified", told.instruction[:200])
             played = replace(played, reward=None, rewards={})  # scored for another goal
         facts = {"original": recorded.task.id, "verified": verdict is True, "by": model.name}
         return ItemResult([with_provenance(played, method="echo", **facts)])
@@ -130,8 +131,7 @@ async def account_of(model: ChatModel, recorded: Trajectory, max_tokens: int) ->
         f"<task>\n{asked}\n</task>\n<target>{task.target!r:.500}</target>\n"
         f"<episode>\n{transcript(recorded.messages, len(recorded.asked))}\n</episode>"
     )
-    question = [Message("system", _HINDSIGHT), Message("user", text)]
-    return (await ask_json(model, question, Achieved, ChatOptions(max_tokens=max_tokens))).value
+    return await ask(model, _HINDSIGHT, text, Achieved, ChatOptions(max_tokens=max_tokens))
 
 
 def new_task(task: Task, told: Achieved, attempt: int) -> Task:
@@ -151,7 +151,3 @@ def _verdict(
     if verifier is not None:
         return bool(verifier(played, task))
     return None if told.target is None else is_success(played, threshold)
-
-
-def _out(reason: str, detail: str) -> ItemResult:
-    return ItemResult(notes={"reason": reason, "detail": detail})

@@ -11,13 +11,12 @@ from __future__ import annotations
 from typing import Any
 
 from ludus.observe import ReportTable
-from ludus.synth.allocation import allocate
+from ludus.synth.episodes import EpisodesConfig, episodes_of
 from ludus.synth.magnet import PathConfig, graph_of, planner_of, play_examples
 from ludus.synth.method import SynthContext, SynthMethod
-from ludus.synth.paths.api_graph import ApiGraph, Spot, ToolPair
+from ludus.synth.paths.api_graph import ApiGraph, Spot, ToolPair, allocate
 from ludus.synth.paths.call_paths import CallPath, PathPlanner, path_text
 from ludus.synth.result import SynthResult
-from ludus.synth.sources import EpisodesConfig, episodes_of
 
 _TRIES = 20
 

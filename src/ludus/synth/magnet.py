@@ -21,13 +21,13 @@ from ludus.core.random import key
 from ludus.core.task import Task
 from ludus.observe import ReportTable
 from ludus.rollouts.episode import Episode
-from ludus.synth.folder import ItemResult
-from ludus.synth.method import ModelSpec, SynthConfig, SynthContext, SynthMethod, TaskSource
+from ludus.synth.asking import ModelSpec
+from ludus.synth.method import SynthConfig, SynthContext, SynthMethod, TaskSource
 from ludus.synth.paths.call_paths import CallPath, Operation, PathPlanner, plan_paths, schema_values
 from ludus.synth.paths.instructions import template_turns, written_turns
 from ludus.synth.paths.path_episodes import PathTask, Reply, offered_tools, plain_reply, play_path
 from ludus.synth.paths.signature_graph import SignatureGraph
-from ludus.synth.result import PROVENANCE, Rejected, SynthResult
+from ludus.synth.result import PROVENANCE, ItemResult, SynthResult
 
 _ANSWERER = """You are the assistant in the conversation below. Answer the user's last request in one or two
 sentences, from the results of the tools and from nothing else."""
@@ -95,8 +95,7 @@ async def graph_of(context: SynthContext) -> tuple[TaskSource, SignatureGraph]:
         raise ConfigError("there are no tools: set agent.tools or agent.envs")
     source = context.sources[0]
     base = source.tasks[0] if source.tasks else None
-    rollout = source.rollout
-    return source, SignatureGraph.of(await offered_tools(rollout.tools, rollout.pools, base))
+    return source, SignatureGraph.of(await offered_tools(source.rollout, base))
 
 
 def planner_of(graph: SignatureGraph, settings: PathConfig, seed: int) -> PathPlanner:
@@ -129,20 +128,16 @@ async def play_examples(
         base = source.tasks[number % len(source.tasks)] if source.tasks else Task()
         planned = path_task(f"{method}-{number}", path, turns, base, facts | provenance[number])
         played = await play_path(planned, graph, source.rollout.tools, source.rollout.pools, reply=reply)
-        return ItemResult(
-            [played.trajectory], {"problem": played.problem, "schema": played.schema_faults}
-        )
+        notes: Json = {"schema": played.schema_faults}
+        if played.problem:
+            notes |= {"reason": "refused", "detail": played.problem}
+        return ItemResult([played.trajectory], notes)
 
     numbers = list(range(len(paths)))
     pieces = await context.each("paths", numbers, make, name=lambda number: f"{method}-{number}")
-    context.check_made(pieces)
     result = SynthResult()
     for piece in pieces:
-        for trajectory in piece.trajectories:
-            if problem := piece.notes["problem"]:
-                result.rejected.append(Rejected(trajectory, "refused", problem))
-            else:
-                result.kept.append(trajectory)
+        result.add(piece)
     faults = sum(piece.notes.get("schema", 0) for piece in pieces)
     result.numbers["schema_faults"] = float(faults)
     lengths = Counter(len(paths[number].calls) for number in numbers)

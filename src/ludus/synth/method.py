@@ -36,14 +36,10 @@ from ludus.core.trajectory import Group
 from ludus.envs.world import Expert
 from ludus.rollouts.rollout import Rollout
 from ludus.rollouts.tree import TreeConfig
-from ludus.synth.folder import ItemResult, SynthFolder
-from ludus.synth.result import Cost, MeteredModel, SynthResult, current_cost
+from ludus.synth.asking import MeteredModel, ModelSpec
+from ludus.synth.result import Cost, ItemResult, SynthFolder, SynthResult, current_cost
 
 T = TypeVar("T")
-ModelSpec = str | dict[str, Any]
-"""How settings name a language model: an address, a table with an address and limits, or "policy"."""
-POLICY = "policy"
-"""The name of the model that plays the episodes, where it is asked for text."""
 OnItem = Callable[[str, int, int], None]
 """Called as (stage, items done, items in all) whenever one more item has been made or found."""
 
@@ -77,7 +73,7 @@ class SourcedTask:
 
 
 class ModelTrainer(Protocol):
-    """Trains and plays models by the recipe; handed in by whoever may import training."""
+    """Trains and plays models by the recipe; handed in by the command line, which may import training."""
 
     @property
     def expert(self) -> Expert | None:
@@ -175,10 +171,12 @@ class SynthContext:
         make: Callable[[T], Awaitable[ItemResult]],
         *,
         name: Callable[[T], str],
+        needs_some: bool = True,
     ) -> list[ItemResult]:
         """What each item gives, in order; finished ones are read from the folder.
 
         An item whose `make` fails through our fault gives an empty piece, and is made again by the next run.
+        Where nothing at all could be made, `needs_some` refuses to go on.
         """
         found: dict[int, ItemResult] = {}
         for number, item in enumerate(items):
@@ -202,7 +200,27 @@ class SynthContext:
             await asyncio.gather(*workers, return_exceptions=True)
         for piece in found.values():
             self.cost.add(piece.cost)
+        if needs_some and self.failures and not any(p.trajectories or p.notes for p in found.values()):
+            raise LudusError(
+                f"nothing could be made: {len(self.failures)} failures. "
+                f"{most_frequent_failure(self.failures)}"
+            )
         return [found[number] for number in range(len(items))]
+
+    async def once(self, stage: str, make: Callable[[], Awaitable[ItemResult]]) -> ItemResult:
+        """What a stage of a single item gives."""
+        return (await self.each(stage, [0], lambda _: make(), name=str))[0]
+
+    async def groups(
+        self, stage: str, tasks: Sequence[SourcedTask], attempts: int, **changes: Any
+    ) -> list[Group]:
+        """`attempts` at each of these tasks, played as one stage; `changes` are those of `group`."""
+
+        async def play(one: SourcedTask) -> ItemResult:
+            return ItemResult((await self.group(one, attempts, **changes)).trajectories)
+
+        pieces = await self.each(stage, tasks, play, name=lambda one: one.name)
+        return [Group(one.task, piece.trajectories) for one, piece in zip(tasks, pieces, strict=True)]
 
     async def _make(
         self,
@@ -225,14 +243,6 @@ class SynthContext:
         self.failures += [one.failure for one in piece.trajectories if one.failure is not None]
         await asyncio.to_thread(self.folder.write_piece, stage, number, name(item), piece)
         return piece
-
-    def check_made(self, pieces: Sequence[ItemResult]) -> None:
-        """Refuse to go on where nothing at all could be made."""
-        if self.failures and not any(one.trajectories or one.notes for one in pieces):
-            raise LudusError(
-                f"nothing could be made: {len(self.failures)} failures. "
-                f"{most_frequent_failure(self.failures)}"
-            )
 
     async def close(self) -> None:
         """Close the language models."""

@@ -26,13 +26,11 @@ from pydantic import Field
 from ludus.core.generation import HOTTEST, Sampling
 from ludus.core.trajectory import Group, Trajectory, is_lost, is_success
 from ludus.llm.embeddings import load_embedder, open_embedder
-from ludus.synth.folder import ItemResult
-from ludus.synth.method import SourcedTask, SynthConfig, SynthContext, SynthMethod
+from ludus.synth.method import SynthConfig, SynthContext, SynthMethod
 from ludus.synth.quality.checks import check_waste
-from ludus.synth.quality.clusters import cluster, strategy_text
 from ludus.synth.quality.difficulty import Difficulty, difficulty_of, difficulty_table
-from ludus.synth.quality.similarity import DuplicateIndex, jaccard, sketch
-from ludus.synth.result import Rejected, SynthResult, nothing_kept_hint, with_provenance
+from ludus.synth.quality.similarity import DuplicateIndex, cluster, jaccard, sketch, strategy_text
+from ludus.synth.result import Rejected, SynthResult, mean, nothing_kept_hint, with_provenance
 from ludus.synth.steps import CLOSE, EpisodeStep, Parse, action_set, count_calls, quality_of, steps_of
 
 _COMPARED = 500
@@ -96,17 +94,8 @@ class RejectionSampling(SynthMethod[RejectionSamplingConfig]):
         await asyncio.to_thread(
             open_embedder, settings.embedder
         )  # one that fails is told before it is needed
-
-        async def play(one: SourcedTask) -> ItemResult:
-            sampling = one.source.rollout.sampling
-            if settings.temperature is not None:
-                sampling = Sampling(temperature=settings.temperature)
-            group = await context.group(one, settings.attempts, sampling=sampling)
-            return ItemResult(group.trajectories)
-
-        pieces = await context.each("attempts", tasks, play, name=lambda one: one.name)
-        context.check_made(pieces)
-        groups = [Group(one.task, piece.trajectories) for one, piece in zip(tasks, pieces, strict=True)]
+        sampling = None if settings.temperature is None else Sampling(temperature=settings.temperature)
+        groups = await context.groups("attempts", tasks, settings.attempts, sampling=sampling)
         parsers = [one.source.rollout.renderer.format.parse for one in tasks]
         return choose(groups, parsers, settings)
 
@@ -227,9 +216,9 @@ def _describe(
         "tasks_with_examples": len({one.trajectory.task.id for one in kept}),
         "attempts": sum(len(group.trajectories) for group in groups),
         "success": len(good) / max(1, len(scored)),
-        "calls_of_successes": _mean([len(one.calls) for one in good]),
-        "calls_of_kept": _mean([count_calls(one.steps) for one in kept]),
-        "quality_of_kept": _mean([one.quality for one in kept]),
+        "calls_of_successes": mean([len(one.calls) for one in good]),
+        "calls_of_kept": mean([count_calls(one.steps) for one in kept]),
+        "quality_of_kept": mean([one.quality for one in kept]),
         "similarity_of_kept": nearest_similarity([one.actions for one in kept[:_COMPARED]]),
     }
     if kept:
@@ -251,8 +240,4 @@ def nearest_similarity(sets: Sequence[frozenset[int]]) -> float:
         max(jaccard(one, other) for place, other in enumerate(sets) if place != number)
         for number, one in enumerate(sets)
     ]
-    return _mean(nearest)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+    return mean(nearest)

@@ -19,8 +19,7 @@ from ludus.observe import (
     printable,
     table_markdown,
 )
-from ludus.synth.folder import SynthFolder
-from ludus.synth.result import PROVENANCE, Cost, SynthResult, provenance_of
+from ludus.synth.result import PROVENANCE, Cost, SynthFolder, SynthResult, provenance_of
 
 MOST_SHOWN = 200
 """Examples on a page, of those kept and of those of each reason."""

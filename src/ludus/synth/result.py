@@ -1,17 +1,40 @@
-"""What a method of synthesis gives back: examples that were kept, others with the reason, and what it cost."""
+"""What a method of synthesis gives back: examples kept, others with the reason, what it cost; its folder.
+
+What is made is written at once, so that stopping loses nothing that was finished. The folder of a method::
+
+    settings.json                 what was asked for; a folder holds one method under one set of settings
+    parts/STAGE/000003.parquet    what the fourth item of a stage has given: episodes, notes, cost
+    examples.parquet              what was kept: demonstrations for any stage
+    rejected.parquet              the other candidates, each with its reason
+    pairs.parquet                 better and worse episodes at one task, for dpo
+    report.json, report.md        yield, reasons, cost
+    page.html                     what was kept and why, to look at
+
+Every file appears whole or not at all. An item counts as finished when none of its episodes failed through our
+fault; the others are made again by the next run.
+"""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
-from ludus.core.chat import ChatModel, ChatOptions, ChatReply
 from ludus.core.messages import Json, Message
-from ludus.core.trajectory import Trajectory
-from ludus.observe import ReportTable
+from ludus.core.trajectory import Trajectory, is_lost
+from ludus.observe import (
+    ReportTable,
+    SettingsFolder,
+    StoreError,
+    atomic_file,
+    read_notes,
+    read_trajectories,
+    write_trajectories,
+)
 
 PROVENANCE = "synth"
 """The key of a task's metadata under which an example says how it was made."""
@@ -73,31 +96,6 @@ current_cost: ContextVar[Cost | None] = ContextVar("current_cost", default=None)
 """Where the calls of language models are counted: the cost of the item that is being made."""
 
 
-class MeteredModel:
-    """A language model whose calls are counted."""
-
-    def __init__(self, inner: ChatModel) -> None:
-        self._inner = inner
-
-    @property
-    def name(self) -> str:
-        return self._inner.name
-
-    async def chat(self, messages: Sequence[Message], options: ChatOptions | None = None) -> ChatReply:
-        reply = await self._inner.chat(messages, options or ChatOptions())
-        cost = current_cost.get()
-        if cost is not None and reply.is_cached:
-            cost.cached_calls += 1
-        elif cost is not None:
-            cost.model_calls += 1
-            cost.prompt_tokens += reply.prompt_tokens
-            cost.completion_tokens += reply.completion_tokens
-        return reply
-
-    async def close(self) -> None:
-        await self._inner.close()
-
-
 @dataclass(frozen=True, slots=True)
 class Rejected:
     """A candidate that was left out. `reason` is a short name that reports count by; `detail`, the facts."""
@@ -121,6 +119,15 @@ class SynthResult:
     tables: list[ReportTable] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
+    def add(self, piece: ItemResult, made_from: Trajectory | None = None) -> None:
+        """Keep what an item has given, or leave it out (`ItemResult.left_out`); what was lost is neither."""
+        there = [one for one in piece.trajectories if not is_lost(one)]
+        if reason := piece.notes.get("reason"):
+            rejected = [made_from] if made_from is not None else there
+            self.rejected += [Rejected(one, reason, piece.notes.get("detail", "")) for one in rejected]
+        else:
+            self.kept += there
+
     @property
     def reasons(self) -> Counter[str]:
         return Counter(one.reason for one in self.rejected)
@@ -135,6 +142,98 @@ class SynthResult:
         return len(self.kept) / max(1, self.candidates)
 
 
+@dataclass(slots=True)
+class ItemResult:
+    """What one item of a stage has given."""
+
+    trajectories: list[Trajectory] = field(default_factory=list)
+    notes: Json = field(default_factory=dict)
+    """Anything that JSON can say: an outline, scores, why there are no episodes."""
+    cost: Cost = field(default_factory=Cost)
+
+    @classmethod
+    def left_out(cls, reason: str, detail: str, *candidates: Trajectory) -> ItemResult:
+        """An item that gives no example; `candidates` are what is left out, if not what it was made from."""
+        return cls(list(candidates), {"reason": reason, "detail": detail})
+
+    @property
+    def is_finished(self) -> bool:
+        return not any(map(is_lost, self.trajectories))
+
+
+class SynthFolder(SettingsFolder):
+    """The folder of one method under one set of settings."""
+
+    holds = "examples"
+    root = "synth"
+
+    @property
+    def examples_path(self) -> Path:
+        return self.path / "examples.parquet"
+
+    @property
+    def rejected_path(self) -> Path:
+        return self.path / "rejected.parquet"
+
+    @property
+    def pairs_path(self) -> Path:
+        return self.path / "pairs.parquet"
+
+    @property
+    def page_path(self) -> Path:
+        return self.path / "page.html"
+
+    def piece(self, stage: str, number: int, key: str) -> ItemResult | None:
+        """What an item has given, if it is finished; None where it is to be made."""
+        path = self._piece_path(stage, number)
+        if not path.is_file():
+            return None
+        try:
+            [noted] = read_notes(path)
+            piece = ItemResult(read_trajectories(path), noted["notes"], Cost(**noted["cost"]))
+        except (StoreError, ValueError, KeyError, TypeError):
+            return None  # damaged: made again
+        return piece if noted["key"] == key and piece.is_finished else None
+
+    def write_piece(self, stage: str, number: int, key: str, piece: ItemResult) -> None:
+        noted = {"key": key, "notes": piece.notes, "cost": piece.cost.as_json()}
+        write_trajectories(self._piece_path(stage, number), piece.trajectories, notes=[noted])
+
+    def write_examples(self, kept: Sequence[Trajectory], rejected: Sequence[Rejected]) -> None:
+        write_trajectories(self.examples_path, kept)
+        told = [
+            with_provenance(one.trajectory, rejected=one.reason, detail=one.detail) for one in rejected
+        ]
+        write_trajectories(self.rejected_path, told)
+
+    def write_pairs(self, pairs: Sequence[tuple[Trajectory, Trajectory]]) -> None:
+        """Rows of `chosen` and `rejected` messages, which the stage dpo, TRL and `datasets` read alike."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        rows = [{"chosen": _chat(better), "rejected": _chat(worse)} for better, worse in pairs]
+        with atomic_file(self.pairs_path) as temporary:
+            pq.write_table(pa.Table.from_pylist(rows), temporary)
+
+    def _piece_path(self, stage: str, number: int) -> Path:
+        return self.path / "parts" / stage / f"{number:06d}.parquet"
+
+
+def _chat(trajectory: Trajectory) -> list[Json]:
+    return [_row(message) for message in trajectory.messages]
+
+
+def _row(message: Message) -> Json:
+    """A message whose calls have their arguments as JSON text: a column has one type."""
+    row = message.as_chat()
+    for call in row.get("tool_calls", ()):
+        call["function"] = {
+            **call["function"],
+            "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+        }
+    return {"tool_calls": None, "name": None, "tool_call_id": None, **row}
+
+
 def provenance_of(trajectory: Trajectory) -> Mapping[str, Any]:
     """How an example was made; nothing for an episode that was only played."""
     found = trajectory.task.metadata.get(PROVENANCE, {})
@@ -146,3 +245,8 @@ def with_provenance(trajectory: Trajectory, **facts: Any) -> Trajectory:
     task = trajectory.task
     told = {**provenance_of(trajectory), **facts}
     return replace(trajectory, task=replace(task, metadata={**task.metadata, PROVENANCE: told}))
+
+
+def mean(values: Sequence[float]) -> float:
+    """Their mean; 0 of none."""
+    return sum(values) / len(values) if values else 0.0

@@ -36,9 +36,8 @@ from ludus.core.trajectory import Group, Trajectory, is_success
 from ludus.rollouts.branching import check_forkable
 from ludus.rollouts.tree import TreeConfig, leaf_weights
 from ludus.rollouts.turn_search import SEARCH_SCORE, best_of_weight, selections
-from ludus.synth.folder import ItemResult
-from ludus.synth.method import SourcedTask, SynthConfig, SynthContext, SynthMethod
-from ludus.synth.result import Rejected, SynthResult, with_provenance
+from ludus.synth.method import SynthConfig, SynthContext, SynthMethod
+from ludus.synth.result import Rejected, SynthResult, mean, with_provenance
 
 
 class SearchConfig(SynthConfig):
@@ -93,13 +92,7 @@ class TrajectorySearch(SynthMethod[SearchConfig]):
             for source in context.sources:
                 check_forkable(source.rollout.pools, source.rollout.tools)
         tasks = context.tasks(settings.tasks)
-
-        async def search(one: SourcedTask) -> ItemResult:
-            return ItemResult((await context.group(one, settings.attempts, tree=tree)).trajectories)
-
-        pieces = await context.each("search", tasks, search, name=lambda one: one.name)
-        context.check_made(pieces)
-        groups = [Group(one.task, piece.trajectories) for one, piece in zip(tasks, pieces, strict=True)]
+        groups = await context.groups("search", tasks, settings.attempts, tree=tree)
         return choose_best([group for group in groups if group.trainable], settings)
 
 
@@ -115,16 +108,16 @@ def choose_best(groups: Sequence[Group], settings: SearchConfig) -> SynthResult:
         ranked = sorted(scored, key=lambda one: (-rewards[id(one)], one.turns, one.attempt))
         good = [o for o in ranked if not settings.needs_success or is_success(o, settings.threshold)]
         chosen = good[: settings.keep]
-        mean = sum(rewards.values()) / len(scored)
+        average = mean(list(rewards.values()))
         if settings.search == "turns":
             searched = selections(group.trajectories)
             weights = {attempt: one.weight for attempt, one in searched.items()}
-            policy = mean - sum(searched[one.attempt].gain for one in scored) / len(scored)
+            policy = average - sum(searched[one.attempt].gain for one in scored) / len(scored)
         else:
             weights = leaf_weights(group.trajectories)
             mass = sum(weights[one.attempt] for one in scored)
             policy = sum(weights[one.attempt] * rewards[id(one)] for one in scored) / mass
-        plain.append(mean)
+        plain.append(average)
         corrected.append(policy)
         for one in scored:
             if any(one is other for other in chosen):
@@ -141,7 +134,7 @@ def choose_best(groups: Sequence[Group], settings: SearchConfig) -> SynthResult:
             facts = {
                 "selected_from": len(scored),
                 "selection_weight": _weight(one, scored, weights, settings.search),
-                "siblings_mean": round(mean, 6),
+                "siblings_mean": round(average, 6),
                 "policy_mean": round(policy, 6),
             }
             result.kept.append(with_provenance(one, method="tsr", **facts))
@@ -150,10 +143,10 @@ def choose_best(groups: Sequence[Group], settings: SearchConfig) -> SynthResult:
     result.numbers = {
         "tasks": len(groups),
         "tasks_with_examples": len({one.task.id for one in result.kept}),
-        "reward_of_kept": _mean(kept_rewards),
-        "reward_of_all": _mean(plain),
-        "reward_of_the_policy": _mean(corrected),
-        "selection_bias": _mean(kept_rewards) - _mean(corrected) if kept_rewards else 0.0,
+        "reward_of_kept": mean(kept_rewards),
+        "reward_of_all": mean(plain),
+        "reward_of_the_policy": mean(corrected),
+        "selection_bias": mean(kept_rewards) - mean(corrected) if kept_rewards else 0.0,
     }
     return result
 
@@ -167,7 +160,3 @@ def _weight(
     if search == "turns":
         return round(weights[one.attempt], 6)
     return round(best_of_weight(one.reward or 0.0, [other.reward or 0.0 for other in scored]), 6)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0

@@ -9,9 +9,9 @@ from ludus.core.failures import ConfigError
 from ludus.core.trajectory import is_success
 from ludus.observe import ReportTable
 from ludus.rollouts.workflows import extract_workflows, save_workflows
+from ludus.synth.episodes import EpisodesConfig, episodes_of
 from ludus.synth.method import SynthContext, SynthMethod
 from ludus.synth.result import SynthResult
-from ludus.synth.sources import EpisodesConfig, episodes_of
 
 _SHOWN = 20
 

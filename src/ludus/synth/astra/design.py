@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated
-
-from pydantic import AfterValidator, TypeAdapter
 
 from ludus.core.chat import ChatModel, ChatOptions
 from ludus.core.messages import Message
 from ludus.envs.sandboxed import WorldSpec
-from ludus.llm import ask_json
+from ludus.synth.asking import ask
 
 _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.S)
 """A block of code; one that was cut off is not closed."""
@@ -78,21 +75,18 @@ Answer with the module in one ```python block."""
 
 async def design_spec(page: str, model: ChatModel, options: ChatOptions) -> WorldSpec:
     """The tools; `ChatError` where no answer fits."""
-    asked = [Message("system", DESIGNER), Message("user", page[:_MOST_PAGE])]
-    return (await ask_json(model, asked, _DESIGN, options)).value
+    return await ask(
+        model, DESIGNER, page[:_MOST_PAGE], WorldSpec, options, check=_check_acts_on_something
+    )
 
 
-def _acts_on_something(spec: WorldSpec) -> WorldSpec:
+def _check_acts_on_something(spec: WorldSpec) -> None:
     """Small models put what a tool takes into its description alone; no rules can be written for that."""
     if not any(tool.parameters for tool in spec.tools):
         raise ValueError(
             "no tool has parameters: give each tool a list of what it takes, such as "
             f'"{spec.tools[-1].name}", "parameters": [{{"name": "title", "description": "..."}}]'
         )
-    return spec
-
-
-_DESIGN: TypeAdapter[WorldSpec] = TypeAdapter(Annotated[WorldSpec, AfterValidator(_acts_on_something)])
 
 
 async def write_rules(

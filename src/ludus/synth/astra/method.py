@@ -23,12 +23,12 @@ from ludus.core.trajectory import is_success
 from ludus.core.user_files import read_user_text
 from ludus.envs.sandboxed import WorldSpec
 from ludus.observe import ReportTable
+from ludus.synth.asking import ModelSpec
 from ludus.synth.astra.design import design_spec, write_rules
 from ludus.synth.astra.examination import Examination, examine, make_tasks, play_solutions
 from ludus.synth.astra.package import write_package, write_world
-from ludus.synth.folder import ItemResult
-from ludus.synth.method import ModelSpec, SynthConfig, SynthContext, SynthMethod
-from ludus.synth.result import Rejected, SynthResult, with_provenance
+from ludus.synth.method import SynthConfig, SynthContext, SynthMethod
+from ludus.synth.result import ItemResult, Rejected, SynthResult, with_provenance
 
 _BATCH = 32
 """Tasks that are made and played together."""
@@ -92,13 +92,11 @@ class Astra(SynthMethod[AstraConfig]):
     async def _designed(self, context: SynthContext, page: str) -> WorldSpec:
         model = await context.model(self.settings.designer)
 
-        async def design(_: int) -> ItemResult:
+        async def design() -> ItemResult:
             spec = await design_spec(page, model, self._options)
             return ItemResult(notes={"spec": spec.model_dump(mode="json")})
 
-        pieces = await context.each("design", [0], design, name=str)
-        context.check_made(pieces)
-        return WorldSpec.model_validate(pieces[0].notes["spec"])
+        return WorldSpec.model_validate((await context.once("design", design)).notes["spec"])
 
     async def _draft(
         self,
@@ -113,16 +111,14 @@ class Astra(SynthMethod[AstraConfig]):
         """Rules, and what is wrong with them."""
         model = await context.model(self.settings.designer)
 
-        async def write(_: int) -> ItemResult:
+        async def write() -> ItemResult:
             rules = await write_rules(page, spec, model, self._options, previous, problems)
             write_world(folder, page, spec, rules)
             found: Examination = await examine(folder, spec, rules, self.settings.sample)
             findings = [str(one) for one in found.findings]
             return ItemResult(notes={"rules": rules, "findings": findings, "refused": found.refused})
 
-        pieces = await context.each(f"draft-{number + 1}", [0], write, name=str)
-        context.check_made(pieces)
-        return pieces[0].notes
+        return (await context.once(f"draft-{number + 1}", write)).notes
 
     async def _played(
         self, context: SynthContext, folder: Path, spec: WorldSpec, rules: str
@@ -136,7 +132,6 @@ class Astra(SynthMethod[AstraConfig]):
             return ItemResult(await play_solutions(folder, spec, tasks))
 
         pieces = await context.each("tasks", batches, play, name=str)
-        context.check_made(pieces)
         result = SynthResult()
         seen: set[str] = set()
         kept = []

@@ -1,4 +1,6 @@
-"""Error-driven data expansion (EDDE): new examples where the model fails, in proportion to how much it does.
+"""Where a model fails (greedy capability probing, GCP); new examples there (error-driven expansion, EDDE).
+
+Each capability gets examples in proportion to how often the model fails at it.
 
 Where they come from: further tasks of the recipe that an expert solves; a language model that writes tasks like
 those that failed; or a function of the user's, `(capability, count, seed) -> tasks`. A task that comes with its
@@ -7,8 +9,9 @@ label has it as `target`, a list of calls.
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -16,22 +19,54 @@ from pydantic import BaseModel
 
 from ludus.core.chat import ChatModel, ChatOptions
 from ludus.core.failures import ConfigError
-from ludus.core.messages import Message, ToolCall, ToolSpec
+from ludus.core.messages import Json, Message, ToolCall, ToolSpec
 from ludus.core.random import key, shuffled
 from ludus.core.task import Task
-from ludus.core.trajectory import Trajectory
+from ludus.core.trajectory import Group, Trajectory, is_success
 from ludus.core.user_code import error_with_location
-from ludus.llm import ask_json
-from ludus.synth.allocation import allocate
+from ludus.synth.asking import ask
 from ludus.synth.loop.labels import CallLabel, LabelledTask
-from ludus.synth.loop.probing import CapabilityRate, capability_of_task
+from ludus.synth.paths.api_graph import allocate
 
 _WRITER = """You write training tasks for an assistant that uses tools. You are given, as JSON, the tools and
-some
-tasks that the assistant failed at. Write new tasks that need the same skill, with other facts, each with the
-calls that are right for it. Every value of the calls must be said in the task. Do not name tools in the task.
-Answer with JSON: {"tasks": [{"task": "...", "calls": [{"name": "...", "arguments": {...}}]}]}"""
+some tasks that the assistant failed at. Write new tasks that need the same skill, with other facts, each with
+the calls that are right for it. Every value of the calls must be said in the task. Do not name tools in the
+task. Answer with JSON: {"tasks": [{"task": "...", "calls": [{"name": "...", "arguments": {...}}]}]}"""
 _SHOWN = 4
+
+
+NO_CAPABILITY = "all"
+"""The capability of tasks that name none."""
+
+
+@dataclass(frozen=True, slots=True)
+class CapabilityRate:
+    """How a capability was met."""
+
+    capability: str
+    episodes: int
+    failures: int
+
+    @property
+    def failure_rate(self) -> float:
+        return self.failures / self.episodes if self.episodes else 0.0
+
+
+def capability_of_task(task: Task, by: str) -> str:
+    """What a task is practice in: what its metadata says under `by`."""
+    found = task.metadata.get(by)
+    return NO_CAPABILITY if found is None else str(found)
+
+
+def capability_rates(groups: Sequence[Group], by: str) -> dict[str, CapabilityRate]:
+    """Failures by capability. Episodes that failed through our fault count for nothing."""
+    episodes: Counter[str] = Counter()
+    failures: Counter[str] = Counter()
+    for group in groups:
+        name = capability_of_task(group.task, by)
+        episodes[name] += len(group.trainable)
+        failures[name] += sum(not is_success(one) for one in group.trainable)
+    return {name: CapabilityRate(name, episodes[name], failures[name]) for name in sorted(episodes)}
 
 
 class WrittenTask(BaseModel):
@@ -117,17 +152,13 @@ async def from_writer(
 ) -> list[LabelledTask]:
     """Tasks that a language model writes after some that failed."""
     shown = [failed[place] for place in shuffled(len(failed), key(seed, prefix))[:_SHOWN]]
-    given = {
+    given: Json = {
         "tools": [spec.as_openai()["function"] for spec in specs],
         "failed": [one.task.messages[-1].content for one in shown],
         "skill": capability,
         "count": count,
     }
-    asked = [
-        Message("system", _WRITER),
-        Message("user", json.dumps(given, ensure_ascii=False, default=str)),
-    ]
-    written = (await ask_json(writer, asked, WrittenTasks, options)).value.tasks[:count]
+    written = (await ask(writer, _WRITER, given, WrittenTasks, options)).tasks[:count]
     base = Random(key(seed, prefix)).choice(shown).task if shown else Task()
     system = [message for message in base.messages if message.role == "system"]
     found = []

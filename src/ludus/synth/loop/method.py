@@ -30,27 +30,28 @@ from ludus.llm import UnusableReply
 from ludus.observe import Diagnosis, ReportTable, diagnose, read_trajectories, write_trajectories
 from ludus.rollouts.agent import Agent, Demonstrator
 from ludus.rollouts.episode import Episode
-from ludus.synth.folder import ItemResult
+from ludus.synth.asking import ModelSpec
 from ludus.synth.loop.expansion import (
+    CapabilityRate,
     Generator,
     calls_of_target,
+    capability_of_task,
+    capability_rates,
     from_function,
     from_pool,
     from_writer,
     plan_expansion,
 )
 from ludus.synth.loop.labels import LabelledTask, judge_label, mended
-from ludus.synth.loop.probing import CapabilityRate, capability_of_task, capability_rates
 from ludus.synth.method import (
-    ModelSpec,
     ModelTrainer,
     SynthConfig,
     SynthContext,
     SynthMethod,
     TaskSource,
 )
-from ludus.synth.paths.path_episodes import offered_tools, plain_reply
-from ludus.synth.result import Rejected, SynthResult, with_provenance
+from ludus.synth.paths.path_episodes import demonstrated_call, offered_tools, plain_reply
+from ludus.synth.result import ItemResult, SynthResult, with_provenance
 
 
 class LoopToolConfig(SynthConfig):
@@ -137,8 +138,7 @@ class _Loop:
             )
         if settings.expand == "writer" and settings.writer is None:
             raise ConfigError('expand = "writer" needs synth.looptool.writer, a language model')
-        rollout = source.rollout
-        specs = await offered_tools(rollout.tools, rollout.pools, tasks[0] if tasks else None)
+        specs = await offered_tools(source.rollout, tasks[0] if tasks else None)
         judge = await context.model(settings.judge) if settings.judge is not None else None
         apart, pool = tasks[: settings.probe], tasks[settings.probe :]
         return cls(settings, context, trainer, source, specs, apart, pool, judge)
@@ -177,28 +177,25 @@ class _Loop:
             raise LudusError(f"round {number}: there is not a single example to train on")
         folder = Path(self.context.folder.path) / f"round-{number}"
 
-        async def train(_: int) -> ItemResult:
+        async def train() -> ItemResult:
             folder.mkdir(exist_ok=True)
             write_trajectories(folder / "data.parquet", data)
             start = model if self.settings.start == "last" else None
             trained = await self.trainer.train(folder / "data.parquet", folder / "run", start)
             return ItemResult(notes={"model": trained})
 
-        made = await self.context.each(f"train-{number}", [number], train, name=str)
-        self.context.check_made(made)
-        return str(made[0].notes["model"])
+        return str((await self.context.once(f"train-{number}", train)).notes["model"])
 
     async def _probed(self, number: int, model: str) -> list[Group]:
         settings = self.settings
 
-        async def play(_: int) -> ItemResult:
+        async def play() -> ItemResult:
             groups = await self.trainer.play(model, self.probe, settings.attempts, settings.temperature)
             return ItemResult([one for group in groups for one in group.trajectories])
 
-        made = await self.context.each(f"probe-{number}", [number], play, name=str)
-        self.context.check_made(made)
+        made = await self.context.once(f"probe-{number}", play)
         by_task: dict[str, Group] = {}
-        for one in made[0].trajectories:
+        for one in made.trajectories:
             by_task.setdefault(one.task.id, Group(one.task, [])).trajectories.append(one)
         return list(by_task.values())
 
@@ -253,32 +250,27 @@ class _Loop:
                 try:
                     said = await judge_label(candidate, self.specs, self.judge)
                 except UnusableReply as error:
-                    return ItemResult(
-                        [_unplayed(candidate)], {"reason": "no_verdict", "detail": str(error)[:300]}
-                    )
+                    return ItemResult.left_out("no_verdict", str(error)[:300], _unplayed(candidate))
                 verdict = {"verdict": said.verdict, "judged": said.reason[:300]}
                 if said.verdict == "drop":
-                    return ItemResult(
-                        [_unplayed(candidate)], {"reason": "wrong_label", "detail": said.reason[:300]}
-                    )
+                    return ItemResult.left_out("wrong_label", said.reason[:300], _unplayed(candidate))
                 if said.verdict == "mend":
                     candidate = mended(candidate, said)
             played = await self._played(candidate)
             facts = {"method": "looptool", "made_in": stage, **candidate.provenance, **verdict}
-            reason = "" if is_success(played) else "failed"
-            detail = f"reward {played.reward}" if reason else ""
-            return ItemResult([with_provenance(played, **facts)], {"reason": reason, "detail": detail})
+            example = with_provenance(played, **facts)
+            if not is_success(played):
+                return ItemResult.left_out("failed", f"reward {played.reward}", example)
+            return ItemResult([example])
 
-        made = await self.context.each(stage, list(candidates), make, name=lambda one: one.task.id)
-        kept: list[Trajectory] = []
-        for item in made:
-            for one in item.trajectories:
-                if item.notes.get("reason"):
-                    told = Rejected(one, item.notes["reason"], item.notes["detail"])
-                    self.result.rejected.append(told)
-                else:
-                    kept.append(one)
-        return kept
+        made = await self.context.each(
+            stage, list(candidates), make, name=lambda one: one.task.id, needs_some=False
+        )
+        own = SynthResult()
+        for piece in made:
+            own.add(piece)
+        self.result.rejected += own.rejected
+        return own.kept
 
     async def _played(self, candidate: LabelledTask) -> Trajectory:
         """The label, or the expert, in a real episode."""
@@ -327,10 +319,7 @@ class LabelAgent(Agent):
     async def run(self, episode: Episode) -> None:
         texts: list[str] = []
         for call in self._calls:
-            made = episode.demonstrate(calls=[call])
-            pairs = await episode.call(made.calls)
-            episode.observe(pairs)
-            texts += [result.content for _, result in pairs]
+            texts.append((await demonstrated_call(episode, call)).content)
             if episode.over:
                 return
         said = episode.demonstrate(await plain_reply(episode, texts))

@@ -12,14 +12,16 @@ some type, each have a tally of uses and of failures blamed on them. Who is to b
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from ludus.core.messages import Json, ToolCall, ToolSpec
 from ludus.core.trajectory import Trajectory, is_success
 from ludus.synth.paths.call_paths import CallPath
 from ludus.synth.paths.schema_fit import type_name
+
+K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,3 +166,24 @@ def _refused(trajectory: Trajectory) -> int | None:
                 found = place
             place += 1
     return found
+
+
+def allocate(count: int, weights: Mapping[K, float]) -> dict[K, int]:
+    """`count` in proportion to the weights, by largest remainder; equal shares where all weights are 0.
+
+    The shares add up to `count`, and each is within 1 of its exact part.
+    """
+    if not weights:
+        return {}
+    if any(not weight >= 0 for weight in weights.values()):
+        raise ValueError(f"weights are numbers of at least 0, not {dict(weights)!r:.200}")
+    total = sum(weights.values())
+    exact = {
+        name: count * (weight / total if total else 1 / len(weights)) for name, weight in weights.items()
+    }
+    shares = {name: int(part) for name, part in exact.items()}
+    left = count - sum(shares.values())
+    by_rest = sorted(exact, key=lambda name: (shares[name] - exact[name], list(exact).index(name)))
+    for name in by_rest[:left]:
+        shares[name] += 1
+    return shares

@@ -5,22 +5,21 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import AfterValidator, BaseModel, TypeAdapter
+from pydantic import BaseModel
 
 from ludus.core.chat import ChatModel, ChatOptions
-from ludus.core.messages import Message, ToolSpec
-from ludus.llm import ask_json
+from ludus.core.messages import ToolSpec
+from ludus.synth.asking import ask
 from ludus.synth.paths.call_paths import CallPath, FromResult, FromUser, PathCall
 from ludus.synth.paths.signature_graph import SignatureGraph
 
 _SENTENCE = re.compile(r"^(.+?)(?:\.\s|\.?$)", re.M)
 _WRITER = """You write what a person says to an assistant that has tools. You are given the calls that the
-assistant
-is to make, turn by turn. Write one message of the person for each turn, so that exactly these calls follow
-from it. Say every value under "said" literally, in the turn that first needs it. What is under "found" the
-assistant finds out itself: refer to it in words, and never invent a value for it. Do not name tools. Plain,
+assistant is to make, turn by turn. Write one message of the person for each turn, so that exactly these calls
+follow from it. Say every value under "said" literally, in the turn that first needs it. What is under "found"
+the assistant finds out itself: refer to it in words, and never invent a value for it. Do not name tools. Plain,
 natural sentences. Answer with JSON: {"turns": ["...", ...]}"""
 
 
@@ -66,23 +65,17 @@ def _shown(value: Any) -> str:
 async def written_turns(
     path: CallPath, graph: SignatureGraph, model: ChatModel, options: ChatOptions
 ) -> list[str]:
-    """The same by a language model; `ChatError` where none of its answers said every value."""
+    """An instruction for each turn by a language model; `ChatError` where no answer says every value."""
     plan = [
         [_described(path.calls[number], graph.specs[path.calls[number].tool]) for number in numbers]
         for numbers in path.by_turn()
     ]
 
-    def said(reply: UserTurns) -> UserTurns:
+    def check(reply: UserTurns) -> None:
         if problem := unsaid(path, reply.turns):
             raise ValueError(problem)
-        return reply
 
-    kind: TypeAdapter[UserTurns] = TypeAdapter(Annotated[UserTurns, AfterValidator(said)])
-    asked = [
-        Message("system", _WRITER),
-        Message("user", json.dumps({"turns": plan}, ensure_ascii=False)),
-    ]
-    return (await ask_json(model, asked, kind, options)).value.turns
+    return (await ask(model, _WRITER, {"turns": plan}, UserTurns, options, check=check)).turns
 
 
 def _described(call: PathCall, spec: ToolSpec) -> dict[str, Any]:

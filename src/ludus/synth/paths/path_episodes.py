@@ -12,8 +12,8 @@ from typing import Any
 
 from ludus.chat.formats import load_format
 from ludus.chat.renderer import Renderer
-from ludus.core.failures import Fault, LudusError
-from ludus.core.messages import Json, ToolCall, ToolSet, ToolSpec
+from ludus.core.failures import Fault, InfraError
+from ludus.core.messages import Json, ToolCall, ToolResult, ToolSet, ToolSpec
 from ludus.core.task import Task
 from ludus.core.tokenizer import ByteTokenizer
 from ludus.core.trajectory import Trajectory
@@ -58,23 +58,23 @@ class _Refused(Exception):
 
 
 class PathAgent(Agent):
-    """Makes the calls of its task's path."""
+    """Makes the calls of a path, and notes what became of them."""
 
-    def __init__(self, planned: Mapping[str, PathTask], graph: SignatureGraph, reply: Reply) -> None:
+    def __init__(self, planned: PathTask, graph: SignatureGraph, reply: Reply) -> None:
         self._planned, self._graph, self._reply = planned, graph, reply
-        self.problems: dict[str, str] = {}
-        self.targets: dict[str, list[Json]] = {}
-        self.schema_faults: dict[str, int] = {}
+        self.problem = ""
+        self.target: list[Json] = []
+        """The calls that were made."""
+        self.schema_faults = 0
 
     async def run(self, episode: Episode) -> None:
         try:
-            await self._play(self._planned[episode.task.id], episode)
+            await self._play(self._planned, episode)
         except (NoValue, _Refused) as problem:
-            self.problems[episode.task.id] = str(problem)
+            self.problem = str(problem)
 
     async def _play(self, planned: PathTask, episode: Episode) -> None:
         results: list[Any] = []
-        target = self.targets[episode.task.id] = []
         turns = list(planned.path.by_turn())
         for place, numbers in enumerate(turns):
             if place:
@@ -83,14 +83,10 @@ class PathAgent(Agent):
             for number in numbers:
                 call = planned.path.calls[number]
                 arguments = bound_arguments(call, results)
-                target.append({"name": call.tool, "arguments": arguments})
-                made = episode.demonstrate(calls=[ToolCall(call.tool, arguments)])
-                pairs = await episode.call(made.calls)
-                episode.observe(pairs)
-                ((_, result),) = pairs
+                self.target.append({"name": call.tool, "arguments": arguments})
+                result = await demonstrated_call(episode, ToolCall(call.tool, arguments))
                 if result.fault is not None:
-                    is_schema = result.fault in (Fault.BAD_ARGUMENTS, Fault.UNKNOWN_TOOL)
-                    self.schema_faults[episode.task.id] = int(is_schema)
+                    self.schema_faults += result.fault in (Fault.BAD_ARGUMENTS, Fault.UNKNOWN_TOOL)
                     raise _Refused(f"{call.tool} answered with {result.fault}: {result.content:.200}")
                 results.append(value_of(result, self._graph.specs[call.tool].returns))
                 texts.append(result.content)
@@ -101,6 +97,15 @@ class PathAgent(Agent):
             said = episode.demonstrate(await self._reply(episode, texts))
             if place + 1 == len(turns):
                 episode.answer(said.answer)
+
+
+async def demonstrated_call(episode: Episode, call: ToolCall) -> ToolResult:
+    """Write a call as an action, make it, and observe its result."""
+    made = episode.demonstrate(calls=[call])
+    pairs = await episode.call(made.calls)
+    episode.observe(pairs)
+    ((_, result),) = pairs
+    return result
 
 
 async def plain_reply(episode: Episode, results: Sequence[str]) -> str:
@@ -118,25 +123,28 @@ async def play_path(
     reply: Reply = plain_reply,
 ) -> PlayedPath:
     """Make the calls of a path in an episode of its own."""
-    agent = PathAgent({planned.task.id: planned}, graph, reply)
-    rollout = demonstration_rollout(agent, tools, pools)
-    return _outcome(planned, await rollout.play(planned.task, 0, 0), agent)
+    agent = PathAgent(planned, graph, reply)
+    trajectory = await demonstration_rollout(agent, tools, pools).play(planned.task, 0, 0)
+    problem = agent.problem
+    if not problem and trajectory.failure is not None:
+        problem = f"the episode failed: {trajectory.failure}"
+    trajectory.task = replace(planned.task, target=agent.target)
+    trajectory.rewards, trajectory.reward = {"success": float(not problem)}, float(not problem)
+    return PlayedPath(trajectory, problem, agent.schema_faults)
 
 
-async def offered_tools(
-    tools: ToolSet, pools: Mapping[str, EnvPool] | None = None, task: Task | None = None
-) -> list[ToolSpec]:
-    """The tools that an episode has, those of its environments included."""
+async def offered_tools(rollout: Rollout, task: Task | None = None, seed: int = 0) -> list[ToolSpec]:
+    """The tools that an episode of a rollout has, those of its environments included."""
     found: list[ToolSpec] = []
 
     class Listing(Agent):
         async def run(self, episode: Episode) -> None:
             found.extend(episode.specs)
 
-    rollout = demonstration_rollout(Listing(), tools, pools)
-    played = await rollout.play(task or Task.of("list", id="list"), 0, 0)
-    if played.failure is not None:
-        raise LudusError(f"the tools cannot be listed: {played.failure}")
+    listing = replace(rollout, agent=Listing(), scorer=Scorer(()))
+    failure = (await listing.play(task or Task.of("list", id="list"), 0, seed)).failure
+    if failure is not None:
+        raise InfraError(failure.boundary, f"the tools cannot be listed: {failure.message}")
     return found
 
 
@@ -156,14 +164,3 @@ def demonstration_rollout(
         agent=agent,
         budgets=Budgets(max_turns=1000, max_tokens=_PLENTY, max_observation_tokens=_PLENTY),
     )
-
-
-def _outcome(planned: PathTask, trajectory: Trajectory, agent: PathAgent) -> PlayedPath:
-    name = planned.task.id
-    problem = agent.problems.get(name, "")
-    if not problem and trajectory.failure is not None:
-        problem = f"the episode failed: {trajectory.failure}"
-    target = agent.targets.get(name, [])
-    trajectory.task = replace(planned.task, target=target)
-    trajectory.rewards, trajectory.reward = {"success": float(not problem)}, float(not problem)
-    return PlayedPath(trajectory, problem, agent.schema_faults.get(name, 0))

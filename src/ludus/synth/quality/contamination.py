@@ -22,8 +22,7 @@ from ludus.core.messages import Message
 from ludus.core.task import Task
 from ludus.llm.embeddings import TextEmbedder, Vectors
 from ludus.observe import dump_value
-from ludus.synth.quality.clusters import cluster
-from ludus.synth.quality.similarity import DuplicateIndex, shingles, sketch
+from ludus.synth.quality.similarity import DuplicateIndex, cluster, shingles, sketch
 
 REWORDED_SIMILARITY = 0.7
 """Where MiniLM tells rewordings from other tasks: `benchmarks/data_quality.py --embedder` measures it."""

@@ -23,18 +23,17 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from ludus.core.chat import ChatModel
-from ludus.core.messages import Message, ToolSpec
+from ludus.core.messages import ToolSpec
 from ludus.core.random import key
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory, is_lost, is_success
-from ludus.llm import ask_json
 from ludus.llm.embeddings import TextEmbedder, open_embedder
 from ludus.observe import episode_text
 from ludus.rollouts.rollout import Rollout
-from ludus.synth.folder import ItemResult
-from ludus.synth.method import ModelSpec, SynthConfig, SynthContext
+from ludus.synth.asking import ModelSpec, ask
+from ludus.synth.episodes import first_difference, recorded_actions, replay
+from ludus.synth.method import SynthConfig, SynthContext
 from ludus.synth.quality.checks import Finding, check_calls, check_coherence, check_waste
-from ludus.synth.quality.clusters import Clusters, cluster, strategy_text
 from ludus.synth.quality.contamination import (
     REWORDED_SIMILARITY,
     HeldOut,
@@ -51,9 +50,15 @@ from ludus.synth.quality.difficulty import (
     difficulty_of,
     difficulty_table,
 )
-from ludus.synth.quality.similarity import DuplicateIndex, shingles, sketch
-from ludus.synth.replaying import first_difference, recorded_actions, replay
-from ludus.synth.result import Rejected, SynthResult, nothing_kept_hint, with_provenance
+from ludus.synth.quality.similarity import (
+    Clusters,
+    DuplicateIndex,
+    cluster,
+    shingles,
+    sketch,
+    strategy_text,
+)
+from ludus.synth.result import ItemResult, Rejected, SynthResult, nothing_kept_hint, with_provenance
 from ludus.synth.steps import CLOSE, EpisodeStep, Parse, action_set, count_calls, quality_of, steps_of
 
 _MOST_JUDGED = 24_000
@@ -225,7 +230,9 @@ class QualityPipeline:
     ) -> None:
         """Findings that take playing or asking; what could not be had is no finding."""
         names = _numbered_names(left)
-        pieces = await context.each(stage, left, check, name=lambda one: names[id(one)])
+        pieces = await context.each(
+            stage, left, check, name=lambda one: names[id(one)], needs_some=False
+        )
         for one, piece in zip(left, pieces, strict=True):
             found = piece.notes.get("finding")
             one.finding = (found[0], found[1]) if found else None
@@ -357,8 +364,7 @@ Answer with JSON: {"coherent": true or false, "step": the first step that jumps 
 async def judge_coherence(model: ChatModel, trajectory: Trajectory) -> Finding | None:
     """What a language model says of adjacent steps."""
     text = episode_text(trajectory)[:_MOST_JUDGED]
-    question = [Message("system", _JUDGE), Message("user", f"<episode>\n{text}\n</episode>")]
-    verdict = (await ask_json(model, question, StepVerdict)).value
+    verdict = await ask(model, _JUDGE, f"<episode>\n{text}\n</episode>", StepVerdict)
     if verdict.coherent:
         return None
     return "judged_incoherent", f"step {verdict.step}: {verdict.why:.200}"

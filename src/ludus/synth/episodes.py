@@ -1,23 +1,82 @@
-"""Recorded actions played again: in a fresh environment, before another prompt, or up to a turn.
+"""Episodes that a method begins with, of a file, of a run or played for it; and episodes played again.
 
-The engine gives the recorded tokens instead of sampling, and the episode is played as any other: calls are
-made, results observed, rewards computed. So what comes out is a real episode whose actions are those that were
-recorded, token for token. What follows the recorded actions is the business of another engine, if there is one.
+To play recorded actions again, in a fresh environment, before another prompt, or up to a turn, an engine gives
+the recorded tokens instead of sampling, and the episode is played as any other: calls are made, results
+observed, rewards computed. So what comes out is a real episode whose actions are those that were recorded,
+token for token. What follows the recorded actions is the business of another engine, if there is one.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pydantic import Field
 
 from ludus.chat.renderer import Renderer
+from ludus.core.config import Place
+from ludus.core.failures import ConfigError, not_there
 from ludus.core.generation import Completion, Engine, FinishReason, OnTokens, Sampling
 from ludus.core.messages import MediaSpan
 from ludus.core.task import Task
-from ludus.core.trajectory import Trajectory
+from ludus.core.trajectory import Trajectory, is_lost
+from ludus.observe import RunFolder, read_trajectories
 from ludus.rollouts.rollout import Rollout
+from ludus.synth.method import SynthConfig, SynthContext, TaskSource
 from ludus.synth.result import current_cost
+
+
+class EpisodesConfig(SynthConfig):
+    """Where the episodes come from that a method works on."""
+
+    source: Place | None = None
+    """A Parquet file of episodes, or a run's folder; played when left out."""
+    attempts: int = Field(default=4, ge=1)
+    """Episodes for each task, where they are played."""
+    threshold: float = 1.0
+    """The least reward of a success, where no reward is called success."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourcedEpisode:
+    """An episode, and where its task is played."""
+
+    source: TaskSource
+    trajectory: Trajectory
+
+    @property
+    def name(self) -> str:
+        one = self.trajectory
+        return f"{self.source.name}/{one.task.id}/{one.attempt}/{one.seed}"
+
+
+async def episodes_of(context: SynthContext, settings: EpisodesConfig) -> list[SourcedEpisode]:
+    """The scored episodes to work on."""
+    if settings.source is not None:
+        found = _read(Path(settings.source))
+        places = {task.id: one for one in context.sources for task in (*one.tasks, *one.held_out)}
+        own = [SourcedEpisode(places.get(one.task.id, context.sources[0]), one) for one in found]
+        # an episode that several files of a run have is one
+        return list({one.name: one for one in own if not is_lost(one.trajectory)}.values())
+    tasks = context.tasks(settings.tasks)
+    groups = await context.groups("attempts", tasks, settings.attempts)
+    return [
+        SourcedEpisode(one.source, trajectory)
+        for one, group in zip(tasks, groups, strict=True)
+        for trajectory in group.trajectories
+        if not is_lost(trajectory)
+    ]
+
+
+def _read(path: Path) -> list[Trajectory]:
+    run = RunFolder(path)
+    if path.is_dir() and run.is_run:
+        return [t for file in run.trajectory_files() for t in run.trajectories(file.step, file.split)]
+    if not path.is_file():
+        raise ConfigError(not_there(path))
+    return read_trajectories(path)
 
 
 class RecordedEngine(Engine):
