@@ -109,7 +109,7 @@ def test_recipes_build_rewards_with_options():
     assert build_reward(exact_match) is exact_match
     counting = build_group_reward({"reward": "count_bonus", "decay": 0.5})
     assert isinstance(counting, CountBonus) and counting.decay == 0.5
-    with pytest.raises(ConfigError, match="'decay' any more: it is one of 'count_bonus'"):
+    with pytest.raises(ConfigError, match="'decay'"):
         build_group_reward({"reward": "curiosity", "decay": 0.5})
     assert build_group_reward("ranking").name == "ranking"
 
@@ -154,11 +154,3 @@ def test_recipes_name_functions_in_files(tmp_path):
 def test_wrong_recipes_name_the_fix(spec, message):
     with pytest.raises(ConfigError, match=message):
         build_reward(spec)
-
-
-@pytest.mark.parametrize("old", ["Finding", "Problem"])
-def test_old_names_lead_to_the_new_ones(old: str) -> None:
-    import ludus.rewards
-
-    with pytest.raises(ImportError, match=f"is now ludus.rewards.Reward{old}"):
-        getattr(ludus.rewards, old)

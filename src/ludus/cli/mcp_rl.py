@@ -74,7 +74,7 @@ class McpRlSettings:
     writer: str
     """An address, a table in TOML, a model to load, or `policy`: the model itself."""
     judge: str
-    """The same."""
+    """As the writer."""
     scenarios: int = 32
     held_out: int = 8
     about: str = ""
@@ -91,8 +91,7 @@ class McpRlSettings:
     def open(self, spec: str, **changes: Any) -> ChatModel:
         """The model of this spec outside of the run, where the policy is the model before training."""
         from ludus.llm import load_chat_model
-        from ludus.llm.config import model_table
-        from ludus.llm.local import POLICY
+        from ludus.llm.config import POLICY, model_table
 
         table = {**model_table(spec), **changes}
         if table.get("address") == POLICY:

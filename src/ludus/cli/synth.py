@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,18 @@ from rich.text import Text
 
 from ludus.cli.eval import load
 from ludus.cli.stopping import stopped_says, until_told
-from ludus.cli.synth_trainer import RecipeTrainer
 from ludus.core.chat import ChatModel
 from ludus.core.config import apply_overrides
 from ludus.core.failures import ConfigError
+from ludus.core.generation import Sampling
 from ludus.core.messages import Json
+from ludus.core.task import Task
 from ludus.core.tokenizer import ByteTokenizer
+from ludus.core.trajectory import Group
 from ludus.engine import FakeEngine
 from ludus.llm import is_address, load_chat_model
-from ludus.observe import Progress, printable, table_rich
+from ludus.observe import Progress, RunFolder, RunWriter, printable, table_rich
+from ludus.rollouts.agent import Expert
 from ludus.rollouts.chat import EngineChatModel
 from ludus.sandbox import close_shared_sandboxes
 from ludus.synth import (
@@ -36,11 +40,14 @@ from ludus.synth import (
 )
 from ludus.synth.asking import POLICY, ModelSpec
 from ludus.synth.report import tables_of
+from ludus.training.api import train_async
 from ludus.training.config.parts import Parts, task_set_specs
 from ludus.training.config.recipe import Recipe
+from ludus.training.data.conversations import read_conversations
 from ludus.training.data.task_sampler import TaskSet
-from ludus.training.evaluation.evaluate import EvalModel, find_model
+from ludus.training.evaluation.evaluate import EvalModel, find_model, measure
 from ludus.training.evaluation.study import settings_of_set
+from ludus.training.resume import resumed_recipe
 
 _TABLE = "synth."
 
@@ -164,6 +171,52 @@ def opener(sets: Sequence[TaskSet]) -> Callable[[ModelSpec], Awaitable[ChatModel
         return await open_model(spec)
 
     return open_one
+
+
+@dataclass(slots=True)
+class RecipeTrainer:
+    """Trains and plays by a recipe, each time with other demonstrations and another model: for `looptool`."""
+
+    recipe: Recipe
+    parts: Parts
+
+    @property
+    def expert(self) -> Expert | None:
+        shown = self.parts.demonstrations
+        return shown if callable(shown) else None
+
+    async def train(self, data: Path, folder: Path, model: str | None) -> str:
+        run = RunWriter.resume(folder) if RunFolder(folder).is_run else None
+        recipe = resumed_recipe(run, []) if run is not None else self._recipe(data, folder, model)
+        parts = replace(self.parts, demonstrations=read_conversations(data))
+        return str((await train_async(recipe, parts, run)).model)
+
+    async def play(
+        self, model: str | None, tasks: Sequence[Task], attempts: int, temperature: float
+    ) -> list[Group]:
+        found = await find_model(model, self.recipe)
+        async with found.open(self.recipe, self.parts) as sets:
+            drawn = Sampling(temperature=temperature)
+            played = await measure(
+                sets[0].rollout, tasks, attempts=attempts, sampling=drawn, seed=self.recipe.seed
+            )
+        return played.groups
+
+    def _recipe(self, data: Path, folder: Path, model: str | None) -> Recipe:
+        """The recipe with these demonstrations in its first stage that imitates."""
+        raw: dict[str, Any] = self.recipe.model_dump()
+        raw["run"] = {**raw["run"], "folder": str(folder)}
+        if model is not None:
+            raw["model"] = {**raw["model"], "name": model, "scratch": None}
+        imitating = [stage for stage in raw["stage"] if stage["kind"] == "sft"]
+        target = imitating[0] if imitating else raw["warm_start"]
+        if target is None:
+            raise ConfigError(
+                "a loop of data and training imitates what it makes: give the recipe a [warm_start], or a "
+                '[[stage]] of kind "sft"'
+            )
+        target.update(demonstrations=str(data.resolve()), columns={})
+        return Recipe.parse(raw, str(folder))
 
 
 class ProgressBars:

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import takewhile
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from ludus.core.failures import Failure, Fault
 from ludus.core.generation import FinishReason, VersionSpan
@@ -308,6 +308,7 @@ def is_lost(trajectory: Trajectory) -> bool:
     return trajectory.failure is not None or trajectory.stop is StopReason.ABORTED
 
 
+@runtime_checkable
 class Reward(Protocol):
     """Scores one episode. A reward may read the episode's environments before they are released."""
 
@@ -320,6 +321,7 @@ class Reward(Protocol):
         """Parts by name; the part called like the reward itself is the one that counts."""
 
 
+@runtime_checkable
 class GroupReward(Protocol):
     """Scores all attempts at a task together."""
 

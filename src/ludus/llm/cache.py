@@ -99,7 +99,7 @@ class CachedChatModel:
             reply = await asyncio.shield(shared.task)
         finally:
             shared.callers -= 1
-            if shared.callers == 0 and not shared.task.done():  # nobody waits for it any more
+            if shared.callers == 0 and not shared.task.done():  # no caller waits for it any more
                 shared.task.cancel()
                 self._shared.pop(place, None)
         if joins or reply.is_cached:

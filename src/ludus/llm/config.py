@@ -1,23 +1,33 @@
-"""A model by what a recipe says about it: an address, or a table with an address and its limits."""
+"""A model by what a recipe says about it: an address, or a table with an address and its limits.
+
+Beside addresses there are models of this process: the policy that is trained, and frozen ones.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
-from ludus.core.chat import ChatModel
+from ludus.core.chat import ChatModel, ChatOptions, ChatReply, policy_model
 from ludus.core.config import Config, Place, cache_folder, toml_table
 from ludus.core.failures import ConfigError
+from ludus.core.messages import Message
+from ludus.core.registry import Registry
 from ludus.llm.address import Address, is_address
 from ludus.llm.cache import CachedChatModel
 from ludus.llm.http import HttpClient, RetryPolicy
 from ludus.llm.limits import ChatBudget, ChatLimits, LimitedChatModel
-from ludus.llm.local import POLICY, FrozenChatModel, PolicyChatModel
 from ludus.llm.remote import RemoteChatModel
+from ludus.remote.threads import run_sync
+
+POLICY = "policy"
+"""The name of the model that is trained or evaluated."""
+LOADERS = Registry("loader of chat models", group="ludus.chat_models")
+"""`frozen` loads a model's weights, by its folder or hub name, as a `ChatModel`."""
 
 
 class BudgetConfig(Config):
@@ -45,7 +55,7 @@ class ChatModelConfig(Config):
     key_variable: str | None = None
     """The environment variable with its key, if not LUDUS_API_KEY."""
     seconds: float = Field(default=600.0, gt=0)
-    """One request with all its attempts; waiting goes on while the server answers others of ours."""
+    """One request with all its attempts; waiting goes on while the server answers other requests from here."""
     retries: int = Field(default=6, ge=0)
     """How often a request is sent again after an overload, an error of the server's, or none at all."""
     concurrency: int = Field(default=32, ge=1)
@@ -126,3 +136,44 @@ def _key(variable: str | None) -> str | None:
     if variable not in os.environ:
         raise ConfigError(f"key_variable = {variable!r}: there is no such environment variable")
     return os.environ[variable]
+
+
+class PolicyChatModel:
+    """The policy itself, as it is when it is asked: it can be asked while a run scores its episodes."""
+
+    @property
+    def name(self) -> str:
+        return self._policy().name
+
+    async def chat(self, messages: Sequence[Message], options: ChatOptions = ChatOptions()) -> ChatReply:  # noqa: B008 - frozen
+        return await self._policy().chat(messages, options)
+
+    async def close(self) -> None:
+        """It belongs to the run."""
+
+    def _policy(self) -> ChatModel:
+        found = policy_model.get()
+        if found is None:
+            raise ConfigError(
+                "the model 'policy' is the one that is trained or evaluated, and there is none here: name an "
+                "address such as http://127.0.0.1:8000/v1#NAME, a folder, or a model on the hub"
+            )
+        return found
+
+
+class FrozenChatModel:
+    """A model by its folder or hub name; its weights are loaded when it is first asked."""
+
+    def __init__(self, source: str) -> None:
+        self.name = source
+        self._loaded: ChatModel | None = None
+
+    async def chat(self, messages: Sequence[Message], options: ChatOptions = ChatOptions()) -> ChatReply:  # noqa: B008 - frozen
+        if self._loaded is None:
+            loaded: ChatModel = await run_sync(LOADERS.load("frozen"), self.name)
+            self._loaded = loaded
+        return await self._loaded.chat(messages, options)
+
+    async def close(self) -> None:
+        if self._loaded is not None:
+            await self._loaded.close()

@@ -324,6 +324,6 @@ def model_folder(name: str) -> str:
 
 
 def unit(vectors: Vectors) -> Vectors:
-    """The same directions with length 1; a vector of zeros stays one."""
+    """The vectors with length 1; a vector of zeros stays one."""
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     return np.asarray(vectors / np.maximum(lengths, 1e-12), dtype=np.float32)

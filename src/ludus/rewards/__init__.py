@@ -1,9 +1,5 @@
 """Rewards: plain Python functions that score episodes, their composition, and a first library."""
 
-from __future__ import annotations
-
-from typing import Never
-
 from ludus.core.trajectory import is_success
 from ludus.rewards.check import (
     RewardFinding,
@@ -62,11 +58,3 @@ __all__ = [
     "reward",
     "synthetic_episode",
 ]
-
-_RENAMED = {"Finding": "RewardFinding", "Problem": "RewardProblem"}
-
-
-def __getattr__(name: str) -> Never:
-    if name in _RENAMED:
-        raise ImportError(f"ludus.rewards.{name} is now ludus.rewards.{_RENAMED[name]}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -55,7 +55,7 @@ def call_records(trajectory: Trajectory) -> list[AnsweredCall]:
 def faulty_calls(action: Segment, kinds: Collection[Fault] = tuple(Fault)) -> set[int]:
     """Which calls of an action were answered by such a fault; those of one name are taken in order."""
     if not action.faulted and any(fault in kinds for fault in action.faults):
-        return set(range(len(action.calls)))  # nobody said which
+        return set(range(len(action.calls)))  # which ones is not known
     pairs = zip(action.faulted, action.faults, strict=False)
     faulted = Counter(name for name, fault in pairs if fault in kinds)
     faulted -= Counter(call.name for call in action.calls if call.fault in kinds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, Protocol, runtime_checkable
 
 from ludus.core.trajectory import Group
@@ -28,8 +28,6 @@ class RewardTraits:
     """The rewards that it is made of."""
     takes_rewards: frozenset[str] = frozenset()
     """Of a class: which of its options are rewards themselves; recipes may nest these."""
-    former_options: Mapping[str, str] = field(default_factory=dict)
-    """Of a class: options that are gone, with what has them now."""
 
     @classmethod
     def of(cls, reward: Any) -> RewardTraits:

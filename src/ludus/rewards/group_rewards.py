@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from ludus.core.failures import ConfigError
 from ludus.core.trajectory import Group, Trajectory
@@ -50,10 +50,15 @@ def normalised_ranks(keys: Sequence[tuple[float, ...]]) -> list[float]:
     """0 for the lowest key, 1 for the highest, equal keys averaged; 0.5 for a single one."""
     if len(keys) < 2:
         return [0.5] * len(keys)
+    return [rank / (len(keys) - 1) for rank in average_ranks(keys)]
+
+
+def average_ranks(keys: Sequence[Any]) -> list[float]:
+    """The places of keys in their order, from 0; equal ones have the average of theirs."""
     ordered = sorted(keys)
     first = {key: i for i, key in reversed(list(enumerate(ordered)))}
     last = {key: i for i, key in enumerate(ordered)}
-    return [(first[key] + last[key]) / 2 / (len(keys) - 1) for key in keys]
+    return [(first[key] + last[key]) / 2 for key in keys]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -71,8 +76,6 @@ class Curiosity(OptionsReward):
 
     The penalty can take a right answer below 1: name a reward "success" for metrics to go by.
     """
-
-    former_options: ClassVar[Mapping[str, str]] = {"decay": "'count_bonus', the bonus by counts"}
 
     tools: Collection[str] | None = None
     alpha: float = 0.5

@@ -23,7 +23,7 @@ _FLIPPED: dict[Side, Side] = {"first": "second", "second": "first", "tie": "tie"
 
 
 def flipped(side: Side) -> Side:
-    """The same verdict where the two have changed places."""
+    """The verdict where the two have changed places."""
     return _FLIPPED[side]
 
 

@@ -77,7 +77,7 @@ def build_reward(spec: Spec | Any) -> Reward | TurnReward:
 
 
 def build_group_reward(spec: Spec | Any) -> GroupReward:
-    """The same for group rewards."""
+    """The group reward that a recipe's entry stands for."""
     return as_group_reward(_build(spec, GROUP_REWARDS))
 
 
@@ -128,13 +128,9 @@ def _hints(function: Any) -> dict[str, Any]:
 
 
 def _construct(kind: type, name: str, options: dict[str, Any]) -> Any:
-    traits = RewardTraits.of(kind)
-    for key in traits.takes_rewards & options.keys():
+    for key in RewardTraits.of(kind).takes_rewards & options.keys():
         if isinstance(options[key], str | Mapping):
             options[key] = build_reward(options[key])
-    for key in traits.former_options.keys() & options.keys():
-        other = traits.former_options[key]
-        raise ConfigError(f"{name!r} has no option {key!r} any more: it is one of {other}")
     try:
         inspect.signature(kind).bind(**options)
     except TypeError as error:

@@ -85,9 +85,9 @@ def as_reward_or_turn_reward(thing: RewardLike | TurnReward) -> Reward | TurnRew
         raise ConfigError(f"{thing.__name__} is a class; give an instance of it: {thing.__name__}(...)")
     if isinstance(thing, FunctionReward | FunctionTurnReward):
         return thing
-    if hasattr(thing, "score_group"):
+    if isinstance(thing, GroupReward):
         raise ConfigError(f"{thing!r} scores groups; it belongs among the group rewards")
-    if hasattr(thing, "name") and (hasattr(thing, "score") or hasattr(thing, "score_turns")):
+    if isinstance(thing, Reward | TurnReward):
         return thing
     if callable(thing):
         return FunctionReward(thing)
@@ -98,9 +98,9 @@ def as_group_reward(thing: GroupReward | Callable[..., Any]) -> GroupReward:
     """`thing` as a group reward; a plain function is wrapped."""
     if isinstance(thing, type):
         raise ConfigError(f"{thing.__name__} is a class; give an instance of it: {thing.__name__}(...)")
-    if hasattr(thing, "name") and hasattr(thing, "score_group"):
+    if isinstance(thing, GroupReward):
         return thing
-    if hasattr(thing, "score") or hasattr(thing, "score_turns"):
+    if isinstance(thing, Reward | TurnReward):
         raise ConfigError(f"{thing!r} scores single episodes; it belongs among the rewards")
     if callable(thing):
         return FunctionGroupReward(thing)
@@ -295,7 +295,7 @@ class Scorer:
         return any(takes_strictness(reward) for reward in self._by_name.values())
 
     def at_strictness(self, value: float | None) -> Self:
-        """The same rewards, and the same state, with another `strictness` for those that have it."""
+        """A scorer of these rewards, with their state, with another `strictness` for those that have it."""
         other = copy.copy(self)
         other._strictness = value
         return other

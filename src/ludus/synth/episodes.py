@@ -145,7 +145,7 @@ def recorded_actions(trajectory: Trajectory, renderer: Renderer) -> list[Complet
 
 
 def written_action(text: str, renderer: Renderer) -> Completion:
-    """An action that nobody sampled: its log-probabilities are 0, and it is for imitation."""
+    """An action that was not sampled: its log-probabilities are 0, and it is for imitation."""
     tokens = renderer.action_tokens(text)
     return Completion(tokens, [0.0] * len(tokens), FinishReason.STOP_TOKEN)
 

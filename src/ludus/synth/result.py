@@ -241,7 +241,7 @@ def provenance_of(trajectory: Trajectory) -> Mapping[str, Any]:
 
 
 def with_provenance(trajectory: Trajectory, **facts: Any) -> Trajectory:
-    """The same episode, whose task's metadata says how it was made."""
+    """The episode, with how it was made in its task's metadata."""
     task = trajectory.task
     told = {**provenance_of(trajectory), **facts}
     return replace(trajectory, task=replace(task, metadata={**task.metadata, PROVENANCE: told}))

@@ -20,6 +20,7 @@ from ludus.core.task import Task
 from ludus.core.trajectory import Reward
 from ludus.core.user_files import json_lines, read_user_text
 from ludus.rewards.check import synthetic_episode
+from ludus.rewards.group_rewards import average_ranks
 from ludus.rewards.scorer import RewardLike, Scorer
 
 _AT_ONCE = 16
@@ -57,7 +58,7 @@ class Agreement:
     length_bias: float | None
     """Correlation of length with what the score has beyond the label (partial correlation): 0 is none."""
     politeness_bias: float | None
-    """The same for how many polite words an answer has (please, thank you, sorry, happy to help)."""
+    """Partial correlation with the number of polite words (please, thank you, sorry, happy to help)."""
     label_length: float | None
     """Correlation of length with the labels themselves, for comparison."""
     tokens: float
@@ -204,7 +205,7 @@ def compare(
         accuracy=accuracy,
         kappa=_kappa(ours, theirs, accuracy),
         pearson=pearson,
-        spearman=_pearson(_ranks(scores), _ranks(labels)),
+        spearman=_pearson(average_ranks(scores), average_ranks(labels)),
         length_bias=_partial(_pearson(scores, lengths), pearson, label_length),
         politeness_bias=_partial(_pearson(scores, manners), pearson, _pearson(labels, manners)),
         label_length=label_length,
@@ -236,11 +237,3 @@ def _partial(xz: float | None, xy: float | None, yz: float | None) -> float | No
         return xz
     rest = (1 - xy**2) * (1 - yz**2)
     return 0.0 if rest <= 1e-12 else (xz - xy * yz) / math.sqrt(rest)
-
-
-def _ranks(values: Sequence[float]) -> list[float]:
-    """Average ranks."""
-    ordered = sorted(values)
-    first = {value: place for place, value in reversed(list(enumerate(ordered)))}
-    last = {value: place for place, value in enumerate(ordered)}
-    return [(first[value] + last[value]) / 2 for value in values]

@@ -255,7 +255,7 @@ class PathPlanner:
         return CallPath((*calls, PathCall(last, arguments)), "connect" if first else "magnify")
 
     def in_turns(self, path: CallPath, most: int) -> CallPath:
-        """The same path, asked for in up to so many turns."""
+        """The path, asked for in up to so many turns."""
         count = self.draw.randint(1, max(1, min(most, len(path.calls))))
         ends = sorted(self.draw.sample(range(1, len(path.calls)), count - 1))
         sizes = [b - a for a, b in zip([0, *ends], [*ends, len(path.calls)], strict=True)]

@@ -85,7 +85,7 @@ def _described(call: PathCall, spec: ToolSpec) -> dict[str, Any]:
 
 
 def unsaid(path: CallPath, turns: Sequence[str]) -> str:
-    """What is missing of the instructions: a turn, or a value that nobody could know; empty if nothing is."""
+    """What is missing of the instructions: a turn, or a value that could not be known; empty if nothing is."""
     numbers = list(path.by_turn())
     if len(turns) != len(numbers):
         return f"there are {len(turns)} turns and there should be {len(numbers)}"

@@ -17,7 +17,7 @@ Finding = tuple[str, str]
 """(reason, detail)."""
 
 _OPAQUE = re.compile(r"(?=[\w-]*\d)(?=[\w-]*[A-Za-z_-])[\w-]{4,}|\d{5,}")
-"""What nobody guesses: a word of letters and digits, or a long number."""
+"""What is not guessed: a word of letters and digits, or a long number."""
 _LONG_TEXT = 200
 """Longer arguments are texts or programs, which the model writes itself."""
 _LONG_RESULT = 24
@@ -88,7 +88,7 @@ def _mismatched(step: EpisodeStep) -> str:
 def _from_nowhere(
     messages: Sequence[Message], specs: Mapping[str, ToolSpec] | None
 ) -> Iterator[tuple[int, str, str]]:
-    """Values of calls that nobody could know: (step, argument, value)."""
+    """Values of calls that could not be known: (step, argument, value)."""
     seen = set(_OPAQUE.findall(json.dumps([one.parameters for one in (specs or {}).values()])))
     number = 0
     for message in messages:

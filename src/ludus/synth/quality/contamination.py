@@ -6,7 +6,7 @@ environments are, and either
 - their words overlap (Jaccard of runs of three words above a threshold) and their numbers are the same:
   templates differ by a number, and a game's tasks by its arguments alone; or,
 - with an embedder, their sense does (cosine of their embeddings), and every name and number of the held-out one
-  occurs in the other: whoever rewords a task keeps those, and siblings from one template differ in them.
+  occurs in the other: a rewording keeps those, and siblings from one template differ in them.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class QualityPipeline:
 
     settings: QualityConfig
     specs: Mapping[str, ToolSpec] | None = None
-    """The tools by name; None where nobody knows them."""
+    """The tools by name; None where they are not known."""
     held_out: Sequence[Task] | None = None
     """The tasks that nothing may be learned from."""
     rollouts: Mapping[str, Rollout] = field(default_factory=dict)
