@@ -15,7 +15,6 @@ from ludus.synth.paths.call_paths import (
     FromResult,
     FromUser,
     PathPlanner,
-    illegalities,
     plan_paths,
     schema_values,
 )
@@ -213,3 +212,37 @@ def test_an_illegal_path_is_recognised() -> None:
         "connect",
     )
     assert any("does not fit" in text for text in illegalities(odd, graph))
+
+
+def illegalities(path: CallPath, graph: SignatureGraph) -> list[str]:
+    """Why a path is not legal; nothing for every path that is planned. Written apart from the planner."""
+    found: list[str] = []
+    if sum(path.turns) not in (0, len(path.calls)):
+        found.append("the turns do not add up to the calls")
+    for number, call in enumerate(path.calls):
+        if call.tool not in graph.specs:
+            found.append(f"call {number}: there is no tool {call.tool!r}")
+            continue
+        known = {node.name: node for node in graph.parameters[call.tool]}
+        required = {node.name for node in known.values() if node.is_required}
+        found += [f"call {number}: {name!r} is not bound" for name in required - call.arguments.keys()]
+        for name, source in call.arguments.items():
+            if name not in known:
+                found.append(f"call {number}: {call.tool!r} takes no {name!r}")
+            elif isinstance(source, FromResult):
+                found += _wrong_source(number, source, known[name], path, graph)
+    return found
+
+
+def _wrong_source(
+    number: int, source: FromResult, taken: ParameterNode, path: CallPath, graph: SignatureGraph
+) -> list[str]:
+    if not 0 <= source.call < number:
+        return [f"call {number}: {taken.name!r} comes from call {source.call}, which is not earlier"]
+    tool = path.calls[source.call].tool
+    node = next((one for one in graph.returns[tool] if one.place == source.place), None)
+    if node is None:
+        return [f"call {number}: {tool!r} returns nothing at {source.place}"]
+    if not (names_fit(node, taken) and fits(node.schema, taken.schema)):
+        return [f"call {number}: {source.place} of {tool!r} does not fit {taken.name!r}"]
+    return []

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, get_args
 
 from ludus.core.failures import ConfigError
 from ludus.core.task import Task
 from ludus.core.trajectory import Reward, Trajectory
 from ludus.rewards.conduct import Unit, amount_used, good_calls, made_calls, tool_names
-from ludus.rewards.declared import RewardTraits
+from ludus.rewards.declared import OptionsReward, RewardTraits
 from ludus.rewards.reward import CheckedReward, with_retries
 from ludus.rewards.scorer import (
     RewardLike,
@@ -24,7 +25,7 @@ from ludus.rewards.scorer import (
     rewards_by_name,
     weight_of,
 )
-from ludus.rewards.scores import Parts, checked_name, checked_weight, merge, number
+from ludus.rewards.scores import Parts, checked_weight, merge, number
 
 Envs = Mapping[str, Any]
 Scored = tuple[float | None, Parts]
@@ -33,21 +34,31 @@ Scored = tuple[float | None, Parts]
 _CLOSE = 1e-9
 
 
-class Composite(CheckedReward, ABC):
-    """A reward that evaluates others. Subclasses say how in `_score`."""
+@dataclass(kw_only=True, eq=False)
+class Composite(OptionsReward, CheckedReward, ABC):
+    """A reward that evaluates others, which are options of it. Subclasses say how in `_score`.
+
+    A plain function in the place of a reward is wrapped.
+    """
 
     takes_rewards: ClassVar[frozenset[str]] = frozenset({"inner"})
-    """Which arguments of the constructor are rewards themselves; recipes may nest these."""
+    """Which options are rewards themselves; recipes may nest these."""
 
-    def __init__(self, name: str, children: Sequence[Reward], weight: float = 1.0) -> None:
-        self.name = checked_name(name)
-        self.weight = checked_weight(weight, name)
-        self.children = tuple(children)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.children = self._rewards()
+        self.uses_envs = any(RewardTraits.of(child).uses_envs for child in self.children)
         rewards_by_name([self])
 
-    @property
-    def uses_envs(self) -> bool:
-        return any(RewardTraits.of(child).uses_envs for child in self.children)
+    def _rewards(self) -> tuple[Reward, ...]:
+        """The rewards among the options, in order; a number or None in the place of one stays."""
+        found: list[Reward] = []
+        for option in fields(self):
+            given = getattr(self, option.name)
+            if option.name in self.takes_rewards and not isinstance(given, int | float | None):
+                found.append(as_reward(given))
+                setattr(self, option.name, found[-1])
+        return tuple(found)
 
     async def score(self, trajectory: Trajectory, task: Task, envs: Envs) -> Parts:
         async def call() -> Parts:
@@ -69,6 +80,7 @@ def weighted_score(reward: Reward, parts: Mapping[str, float]) -> float | None:
     return None if value is None else value * weight_of(reward)
 
 
+@dataclass(kw_only=True, eq=False)
 class Weighted(Composite):
     """The weighted sum of several rewards. The weights given here replace the rewards' own.
 
@@ -77,20 +89,21 @@ class Weighted(Composite):
 
     takes_rewards: ClassVar[frozenset[str]] = frozenset()
 
-    def __init__(
-        self, weights: Mapping[RewardLike, float], *, name: str = "weighted", weight: float = 1.0
-    ) -> None:
-        pairs = [(as_reward(thing), value) for thing, value in weights.items()]
-        if not pairs:
-            raise ConfigError(f"{name!r} sums no rewards at all")
-        super().__init__(name, [reward for reward, _ in pairs], weight)
-        self.weights = [checked_weight(value, r.name) for r, value in pairs]
+    weights: Mapping[RewardLike, float] = field(kw_only=False)
+    name: str = "weighted"
+
+    def _rewards(self) -> tuple[Reward, ...]:
+        if not self.weights:
+            raise ConfigError(f"{self.name!r} sums no rewards at all")
+        pairs = [(as_reward(thing), value) for thing, value in self.weights.items()]
+        self._weights = [checked_weight(value, reward.name) for reward, value in pairs]
+        return tuple(reward for reward, _ in pairs)
 
     async def _score(self, trajectory: Trajectory, task: Task, envs: Envs) -> Scored:
         parts: Parts = {}
         total: float | None = None
         scores = await evaluate_all(self.children, trajectory, task, envs)
-        for child, weight, own in zip(self.children, self.weights, scores, strict=True):
+        for child, weight, own in zip(self.children, self._weights, scores, strict=True):
             merge(parts, own, child.name)
             if child.name in own:
                 total = (total or 0.0) + weight * own[child.name]
@@ -109,6 +122,7 @@ def combine(
     return Weighted(dict(zip(found, values, strict=True)), name=name)
 
 
+@dataclass(kw_only=True, eq=False)
 class Gate(Composite):
     """`inner` where `condition` scores at least `threshold`, and `otherwise` where it does not.
 
@@ -118,26 +132,17 @@ class Gate(Composite):
 
     takes_rewards: ClassVar[frozenset[str]] = frozenset({"condition", "inner", "otherwise"})
 
-    def __init__(
-        self,
-        condition: RewardLike,
-        inner: RewardLike,
-        otherwise: float | RewardLike = 0.0,
-        *,
-        threshold: float = 1.0,
-        lazy: bool = True,
-        name: str = "gate",
-        weight: float = 1.0,
-    ) -> None:
-        self.condition, self.inner = as_reward(condition), as_reward(inner)
-        self.otherwise: float | Reward
-        if isinstance(otherwise, int | float):
-            self.otherwise = number(otherwise, f"what {name!r} gives otherwise")
-        else:
-            self.otherwise = as_reward(otherwise)
-        self.threshold, self.lazy = threshold, lazy
-        branches = [self.condition, self.inner, self.otherwise]
-        super().__init__(name, [b for b in branches if not isinstance(b, float)], weight)
+    condition: Reward = field(kw_only=False)
+    inner: Reward = field(kw_only=False)
+    otherwise: float | Reward = field(default=0.0, kw_only=False)
+    threshold: float = 1.0
+    lazy: bool = True
+    name: str = "gate"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.otherwise, int | float):
+            self.otherwise = number(self.otherwise, f"what {self.name!r} gives otherwise")
 
     async def _score(self, trajectory: Trajectory, task: Task, envs: Envs) -> Scored:
         parts = await evaluate(self.condition, trajectory, task, envs)
@@ -155,7 +160,8 @@ class Gate(Composite):
         return weighted_score(chosen, own), parts
 
 
-class FormatGate(Gate):
+@dataclass(kw_only=True, eq=False)
+class FormatGate(Composite):
     """A well-formed episode gets the score of `inner`; a broken format gets a penalty, whatever the answer.
 
     With r_format the score of `format`, between 0 and 1, Agent-R1 (equation 6) gives::
@@ -170,32 +176,34 @@ class FormatGate(Gate):
 
     takes_rewards: ClassVar[frozenset[str]] = frozenset({"format", "inner"})
 
-    def __init__(
-        self,
-        format: RewardLike,
-        inner: RewardLike,
-        penalty: float | Literal["agent_r1"] = "agent_r1",
-        *,
-        name: str = "format_gate",
-        weight: float = 1.0,
-    ) -> None:
-        if isinstance(penalty, str) and penalty != "agent_r1":
-            raise ConfigError(f"{name!r}: penalty is a number or 'agent_r1', not {penalty!r}")
-        self.penalty = penalty
-        fixed = 0.0 if isinstance(penalty, str) else float(penalty)
-        super().__init__(format, inner, fixed, lazy=False, name=name, weight=weight)
+    format: Reward = field(kw_only=False)
+    inner: Reward = field(kw_only=False)
+    penalty: float | Literal["agent_r1"] = field(default="agent_r1", kw_only=False)
+    name: str = "format_gate"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.penalty, str):
+            self.penalty = number(self.penalty, f"the penalty of {self.name!r}")
+        elif self.penalty != "agent_r1":
+            raise ConfigError(f"{self.name!r}: penalty is a number or 'agent_r1', not {self.penalty!r}")
 
     async def _score(self, trajectory: Trajectory, task: Task, envs: Envs) -> Scored:
-        value, parts = await super()._score(trajectory, task, envs)
-        form = parts.get(self.condition.name)
-        if self.penalty == "agent_r1" and form is not None and form < self.threshold - _CLOSE:
-            value = form - 1.0
-        return value, parts
+        parts = await evaluate(self.format, trajectory, task, envs)
+        form = parts.get(self.format.name)
+        if form is None:
+            return None, parts
+        own = await evaluate(self.inner, trajectory, task, envs)
+        merge(parts, own, self.inner.name)
+        if form >= 1.0 - _CLOSE:
+            return weighted_score(self.inner, own), parts
+        return form - 1.0 if isinstance(self.penalty, str) else self.penalty, parts
 
 
 BonusForm = Literal["agentfly", "verltool", "floor"]
 
 
+@dataclass(kw_only=True, eq=False)
 class ToolBonus(Composite):
     """A bonus for tool use, beside the score of `inner` for the answer. Three forms::
 
@@ -209,23 +217,20 @@ class ToolBonus(Composite):
     `floor` it earns nothing, nor do the others of its turn. `agentfly` and `floor` keep a negative `inner`.
     """
 
-    def __init__(
-        self,
-        inner: RewardLike,
-        bonus: float = 0.1,
-        *,
-        form: BonusForm = "agentfly",
-        tools: Collection[str] | None = None,
-        name: str = "tool_bonus",
-        weight: float = 1.0,
-    ) -> None:
-        if form not in get_args(BonusForm):
-            raise ConfigError(f"{name!r}: form is one of {', '.join(get_args(BonusForm))}, not {form!r}")
-        self.inner = as_reward(inner)
-        self.bonus = number(bonus, f"the bonus of {name!r}")
-        self.form = form
-        self.tools = tool_names(tools, name)
-        super().__init__(name, [self.inner], weight)
+    inner: Reward = field(kw_only=False)
+    bonus: float = field(default=0.1, kw_only=False)
+    form: BonusForm = "agentfly"
+    tools: Collection[str] | None = None
+    name: str = "tool_bonus"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.form not in get_args(BonusForm):
+            raise ConfigError(
+                f"{self.name!r}: form is one of {', '.join(get_args(BonusForm))}, not {self.form!r}"
+            )
+        self.bonus = number(self.bonus, f"the bonus of {self.name!r}")
+        self.tools = tool_names(self.tools, self.name)
 
     async def _score(self, trajectory: Trajectory, task: Task, envs: Envs) -> Scored:
         parts = await evaluate(self.inner, trajectory, task, envs)
@@ -244,9 +249,10 @@ class ToolBonus(Composite):
         if self.form != "floor":
             return bool(made_calls(trajectory, self.tools))
         names = {call.name for call in good_calls(trajectory)}
-        return bool(names if self.tools is None else names & self.tools)
+        return bool(names if self.tools is None else names.intersection(self.tools))
 
 
+@dataclass(kw_only=True, eq=False)
 class Efficiency(Composite):
     """`inner` times a factor: 1 up to `floor`, falling linearly to `lowest` at `budget` and beyond.
 
@@ -254,26 +260,22 @@ class Efficiency(Composite):
     softened. `tokens` are action tokens. The factor is logged as the part `<name>_factor`.
     """
 
-    def __init__(
-        self,
-        inner: RewardLike,
-        budget: float,
-        *,
-        floor: float = 1,
-        unit: Unit = "turns",
-        lowest: float = 0.5,
-        name: str = "efficiency",
-        weight: float = 1.0,
-    ) -> None:
+    inner: Reward = field(kw_only=False)
+    budget: float = field(kw_only=False)
+    floor: float = 1
+    unit: Unit = "turns"
+    lowest: float = 0.5
+    name: str = "efficiency"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        name, unit, floor, budget = self.name, self.unit, self.floor, self.budget
         if unit not in get_args(Unit):
             raise ConfigError(f"{name!r}: unit is one of {', '.join(get_args(Unit))}, not {unit!r}")
         if not 0 <= floor < budget:
             raise ConfigError(f"{name!r}: 0 <= floor < budget must hold; floor {floor}, budget {budget}")
-        if not 0 <= lowest <= 1:
-            raise ConfigError(f"{name!r}: lowest must be between 0 and 1, not {lowest}")
-        self.inner = as_reward(inner)
-        self.budget, self.floor, self.unit, self.lowest = float(budget), float(floor), unit, lowest
-        super().__init__(name, [self.inner], weight)
+        if not 0 <= self.lowest <= 1:
+            raise ConfigError(f"{name!r}: lowest must be between 0 and 1, not {self.lowest}")
 
     def factor(self, used: float) -> float:
         """The factor for a success that used this much."""

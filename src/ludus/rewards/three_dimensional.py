@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, get_args
 
 from ludus.core.failures import ConfigError
@@ -17,7 +18,7 @@ from ludus.rewards.conduct import (
     effective_share,
     recovery_share,
 )
-from ludus.rewards.scorer import RewardLike, as_reward, evaluate_all
+from ludus.rewards.scorer import evaluate_all
 from ludus.rewards.scores import Parts, merge, number
 
 WEIGHTS = {"completion": 0.5, "process": 0.3, "efficiency": 0.2}
@@ -26,6 +27,7 @@ EFFECTIVE, COHERENT, RECOVERED = 0.4, 0.3, 0.3
 EXPECTED: Mapping[str, float] = {"turns": 4, "calls": 4, "tokens": 1024}
 
 
+@dataclass(kw_only=True, eq=False)
 class ThreeDimensional(Composite):
     """0.5 completion + 0.3 process + 0.2 efficiency, each from 0 to 1::
 
@@ -44,25 +46,20 @@ class ThreeDimensional(Composite):
 
     takes_rewards: ClassVar[frozenset[str]] = frozenset({"completion", "coherence"})
 
-    def __init__(
-        self,
-        completion: RewardLike,
-        *,
-        coherence: RewardLike | None = None,
-        weights: Mapping[str, float] | None = None,
-        by_type: Mapping[str, Mapping[str, float]] | None = None,
-        expected: Mapping[str, float] = EXPECTED,
-        only_complete: bool = False,
-        name: str = "three_dimensional",
-        weight: float = 1.0,
-    ) -> None:
-        self.completion = as_reward(completion)
-        self.coherence: Reward | None = None if coherence is None else as_reward(coherence)
-        self.weights = _weights(weights or WEIGHTS, name)
-        self.by_type = {kind: _weights(own, name) for kind, own in (by_type or {}).items()}
-        self.expected = _expected(expected, name)
-        self.only_complete = only_complete
-        super().__init__(name, [one for one in (self.completion, self.coherence) if one], weight)
+    completion: Reward = field(kw_only=False)
+    coherence: Reward | None = None
+    weights: Mapping[str, float] | None = None
+    by_type: Mapping[str, Mapping[str, float]] | None = None
+    expected: Mapping[str, float] = field(default_factory=lambda: EXPECTED)
+    only_complete: bool = False
+    name: str = "three_dimensional"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._weights = _weights(self.weights or WEIGHTS, self.name)
+        by_type = (self.by_type or {}).items()
+        self._weights_by_type = {kind: _weights(own, self.name) for kind, own in by_type}
+        self._expected = _expected(self.expected, self.name)
 
     async def _score(self, trajectory: Trajectory, task: Task, envs: Envs) -> Scored:
         parts: Parts = {}
@@ -83,7 +80,7 @@ class ThreeDimensional(Composite):
         )
         efficiency = self.efficiency(trajectory, task)
         merge(parts, {f"{self.name}_process": process, f"{self.name}_efficiency": efficiency}, self.name)
-        weights = self.by_type.get(str(task.metadata.get("type")), self.weights)
+        weights = self._weights_by_type.get(str(task.metadata.get("type")), self._weights)
         share = min(max(completion, 0.0), 1.0) if self.only_complete else 1.0
         return (
             weights["completion"] * completion
@@ -95,7 +92,7 @@ class ThreeDimensional(Composite):
         """1 for at most what was expected, falling as more is used."""
         given = task.metadata.get("expected")
         expected = (
-            _expected(given, f"the task {task.id}") if isinstance(given, Mapping) else self.expected
+            _expected(given, f"the task {task.id}") if isinstance(given, Mapping) else self._expected
         )
         used = {unit: amount_used(trajectory, unit) for unit in expected}
         shares = [min(1.0, most / used[unit]) if used[unit] else 1.0 for unit, most in expected.items()]

@@ -41,25 +41,10 @@ _MOST_TOKENS = 256
 _TEMPERATURE = 1.0
 _TOLD_PEOPLE, _TOLD_FAILURES, _MOST_TOLD = 3, 4, 160
 _PEOPLE = (
-    "a nurse",
-    "a pilot",
-    "a student",
-    "a baker",
-    "a lawyer",
-    "a farmer",
-    "a musician",
-    "a grandmother",
-    "an engineer",
-    "a shop owner",
-    "a journalist",
-    "a football coach",
-    "a tourist",
-    "an accountant",
-    "a scientist",
-    "a truck driver",
-    "a teacher",
-    "a photographer",
-)
+    "a nurse", "a pilot", "a student", "a baker", "a lawyer", "a farmer", "a musician", "a grandmother",
+    "an engineer", "a shop owner", "a journalist", "a football coach", "a tourist", "an accountant",
+    "a scientist", "a truck driver", "a teacher", "a photographer",
+)  # fmt: skip
 """Who asks, a few of them in each question: personas make a writer's tasks differ."""
 DIFFICULTIES = (1, 2, 3, 4, 5)
 
