@@ -15,14 +15,13 @@ from hypothesis import strategies as st
 
 from ludus.chat import Renderer, load_format
 from ludus.chat.formats import FORMATS
-from ludus.chat.streaming import Detokenizer, ReplyView
+from ludus.chat.streaming import Detokenizer, ReplyView, read_completion
 from ludus.chat.tokenizers import CHATML, HFTokenizer
 from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, FinishReason
 from ludus.core.messages import ToolSpec
 from ludus.core.tokenizer import ByteTokenizer, Tokenizer
 from ludus.engine.embedded.request import StopChecker
-from ludus.rollouts.replies import read_completion
 from ludus.training import fit_tokenizer
 
 SPECIALS = ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"]

@@ -19,8 +19,9 @@ from ludus.core.task import Task
 from ludus.core.tokenizer import ByteTokenizer
 from ludus.core.trajectory import SegmentKind, StopReason, Trajectory
 from ludus.engine import FakeEngine
+from ludus.rollouts.budgets import Budgets, BudgetUsedUp
 from ludus.rollouts.message_tree import MessageTree
-from ludus.rollouts.turn_limits import BudgetUsedUp, TurnLimits
+from ludus.rollouts.recorder import Recorder
 from ludus.training.data.batch import Batch
 
 ADD = ToolSpec("add", "Add two numbers.", {"type": "object", "properties": {"a": {}, "b": {}}})
@@ -33,12 +34,10 @@ def make_tree(
     known = rollout_parts.tokenizer(tokenizer)
     engine = FakeEngine(replies, known)
     renderer = Renderer(known, load_format("hermes"), "keep")
-    limits = TurnLimits(turns, 2_000, tokens)
+    limits = Budgets(max_turns=turns, max_turn_tokens=2_000, max_tokens=tokens)
     trajectory = Trajectory(Task("t"), seed=7)
-    tree = MessageTree(
-        trajectory, engine=engine, renderer=renderer, limits=limits, sampling=Sampling(), session="e"
-    )
-    return tree, engine
+    recorder = Recorder(trajectory, engine=engine, budgets=limits, sampling=Sampling(), session="e")
+    return MessageTree(recorder, renderer), engine
 
 
 async def turn(
@@ -262,10 +261,14 @@ def test_inline_turns_have_no_chat() -> None:
     tokenizer = ByteTokenizer()
     renderer = Renderer(tokenizer, load_format("hermes"), "keep", "inline")
     with pytest.raises(ConfigError, match="inline"):
-        MessageTree(
-            Trajectory(Task("t")), engine=FakeEngine([]), renderer=renderer,
-            limits=TurnLimits(1, 1, 1), sampling=Sampling(), session="e",
-        )  # fmt: skip
+        recorder = Recorder(
+            Trajectory(Task("t")),
+            engine=FakeEngine([]),
+            budgets=Budgets(),
+            sampling=Sampling(),
+            session="e",
+        )
+        MessageTree(recorder, renderer)
 
 
 def test_keys_tell_users_words_apart() -> None:

@@ -15,8 +15,9 @@ from ludus.core.task import Task
 from ludus.core.tokenizer import ByteTokenizer, Tokenizer
 from ludus.core.trajectory import Trajectory
 from ludus.engine import FakeEngine
+from ludus.rollouts.budgets import Budgets
 from ludus.rollouts.message_tree import MessageTree
-from ludus.rollouts.turn_limits import TurnLimits
+from ludus.rollouts.recorder import Recorder
 from ludus.serve.model import CheckpointService, EpisodeService, EpisodeSession, ModelServer
 from ludus.serve.service import ServerConfig
 
@@ -71,14 +72,14 @@ async def serving(
 ) -> AsyncIterator[Served]:
     tokenizer = tokenizer or ByteTokenizer()
     engine = FakeEngine(replies, tokenizer, seconds=seconds)
-    tree = MessageTree(
+    recorder = Recorder(
         Trajectory(Task("t"), seed=1),
         engine=engine,
-        renderer=Renderer(tokenizer, load_format("hermes")),
-        limits=TurnLimits(turns, 2_000, tokens),
+        budgets=Budgets(max_turns=turns, max_turn_tokens=2_000, max_tokens=tokens),
         sampling=Sampling(),
         session="e",
     )
+    tree = MessageTree(recorder, Renderer(tokenizer, load_format("hermes")))
     service = EpisodeService()
     async with ModelServer(service, config) as server, aiohttp.ClientSession() as http:
         session = EpisodeSession(tree, models, metrics=service.metrics, http=http)

@@ -21,8 +21,9 @@ from ludus.core.task import Task
 from ludus.core.tokenizer import ByteTokenizer
 from ludus.core.trajectory import Trajectory
 from ludus.engine import EmbeddedEngine, EngineConfig
+from ludus.rollouts.budgets import Budgets
 from ludus.rollouts.message_tree import MessageTree
-from ludus.rollouts.turn_limits import TurnLimits
+from ludus.rollouts.recorder import Recorder
 from ludus.serve.model import EpisodeService, EpisodeSession, ModelServer, streams
 from ludus.serve.service import ServerConfig
 from ludus.training import fit_tokenizer
@@ -270,14 +271,14 @@ async def test_weights_change_in_the_middle_of_a_stream() -> None:
 @asynccontextmanager
 async def embedded(model: Any, tokenizer: Any, max_tokens: int) -> AsyncIterator[Any]:
     engine = EmbeddedEngine(model, tokenizer, EngineConfig(cache_tokens=4096))
-    tree = MessageTree(
+    recorder = Recorder(
         Trajectory(Task("t"), seed=1),
         engine=engine,
-        renderer=Renderer(tokenizer, load_format("hermes")),
-        limits=TurnLimits(4, max_tokens, 2_000),
+        budgets=Budgets(max_turns=4, max_turn_tokens=max_tokens, max_tokens=2_000),
         sampling=Sampling(),
         session="e",
     )
+    tree = MessageTree(recorder, Renderer(tokenizer, load_format("hermes")))
     service = EpisodeService()
     async with ModelServer(service) as server, aiohttp.ClientSession() as http:
         session = EpisodeSession(tree, metrics=service.metrics, http=http)
@@ -378,10 +379,14 @@ class Flood:
 
 async def test_a_client_that_does_not_read_holds_up_nobody_and_is_disconnected() -> None:
     engine: Any = Flood()
-    tree = MessageTree(
-        Trajectory(Task("t")), engine=engine, renderer=Renderer(ByteTokenizer(), load_format("hermes")),
-        limits=TurnLimits(4, 20_000_000, 40_000_000), sampling=Sampling(), session="e",
-    )  # fmt: skip
+    recorder = Recorder(
+        Trajectory(Task("t")),
+        engine=engine,
+        budgets=Budgets(max_turns=4, max_turn_tokens=20_000_000, max_tokens=40_000_000),
+        sampling=Sampling(),
+        session="e",
+    )
+    tree = MessageTree(recorder, Renderer(ByteTokenizer(), load_format("hermes")))
     service = EpisodeService()
     async with ModelServer(service, ServerConfig(client_seconds=0.5)) as server:
         session = EpisodeSession(tree, metrics=service.metrics)

@@ -25,8 +25,9 @@ from ludus.envs import EnvPool, Observation, Step
 from ludus.observe import rollout_metrics
 from ludus.rewards import Scorer
 from ludus.rollouts import Rollout
+from ludus.rollouts.budgets import Budgets
 from ludus.rollouts.message_tree import MessageTree
-from ludus.rollouts.turn_limits import TurnLimits
+from ludus.rollouts.recorder import Recorder
 from ludus.tools import LocalTools
 from ludus.training import Batch, load_model
 from ludus.training.config.model import ModelConfig
@@ -250,14 +251,14 @@ async def test_conversations_of_clients_keep_images_apart(renderers: dict[str, R
     """The same words with another image are another conversation; the same image goes on."""
     renderer = renderers["llava"]
     engine = FakeEngine(["one", "two", "three"], renderer.tokenizer)
-    tree = MessageTree(
+    recorder = Recorder(
         Trajectory(Task("t"), seed=1),
         engine=engine,
-        renderer=renderer,
-        limits=TurnLimits(10, 100, 10_000),
+        budgets=Budgets(max_turns=10, max_turn_tokens=100, max_tokens=10_000),
         sampling=Sampling(),
         session="e",
     )
+    tree = MessageTree(recorder, renderer)
     first = [Message("user", "see", media=(noise(1),))]
     other = [Message("user", "see", media=(noise(2),))]
     tree.commit(await tree.sample(first))

@@ -27,8 +27,9 @@ from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
 from ludus.engine import EmbeddedEngine, EngineConfig
 from ludus.model.image_files import decode_image
+from ludus.rollouts.budgets import Budgets
 from ludus.rollouts.message_tree import MessageTree
-from ludus.rollouts.turn_limits import TurnLimits
+from ludus.rollouts.recorder import Recorder
 from ludus.serve.model import CheckpointService, EpisodeService, EpisodeSession, ModelServer
 from ludus.training import Batch, load_model
 from ludus.training.config.model import ModelConfig
@@ -300,14 +301,14 @@ async def test_images_of_systems_and_assistants_are_refused(folder: Path) -> Non
 async def test_episodes_of_programs_record_their_images(folder: Path) -> None:
     model, tokenizer = load_model(ModelConfig(name=str(folder), device="cpu"), 0)
     engine = EmbeddedEngine(model, tokenizer, EngineConfig(cache_tokens=4096))
-    tree = MessageTree(
+    recorder = Recorder(
         Trajectory(Task("t"), seed=1),
         engine=engine,
-        renderer=Renderer(tokenizer, load_format("hermes")),
-        limits=TurnLimits(8, 4, 10_000),
+        budgets=Budgets(max_turns=8, max_turn_tokens=4, max_tokens=10_000),
         sampling=Sampling(),
         session="e",
     )
+    tree = MessageTree(recorder, Renderer(tokenizer, load_format("hermes")))
     service = EpisodeService()
     async with ModelServer(service) as server, aiohttp.ClientSession() as http:
         session = EpisodeSession(tree, metrics=service.metrics, http=http)

@@ -1,4 +1,4 @@
-"""A reply while it is sampled: its tokens as they come, and how much of its text is certain.
+"""What was sampled as a client of a chat API reads it: whole (`read_completion`), and while it is sampled.
 
 Tokens are the truth, and a stream is a view of them. What a view shows is a prefix of the finished reply
 (`read_completion`), whatever is sampled next. So these are held back: a character of which some bytes are
@@ -13,13 +13,50 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ludus.chat.formats.base import THINK, before_any, skip_space
+from ludus.chat.formats.base import THINK, before_any, skip_space, split_thinking
 from ludus.chat.renderer import Renderer
 from ludus.core.failures import EngineError
+from ludus.core.generation import Completion
+from ludus.core.messages import Message, ToolCall
 from ludus.core.tokenizer import Tokenizer
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 _PATIENCE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What was sampled, as a client of a chat API reads it."""
+
+    id: str
+    text: str
+    """The text outside calls and thinking."""
+    thought: str
+    calls: tuple[ToolCall, ...]
+    """The calls that could be read."""
+    message: Message
+    """All that was sampled, calls that could not be read included."""
+    answer: str
+
+
+def read_completion(
+    renderer: Renderer, completion: Completion, id: str, stop: Sequence[str], parses_calls: bool
+) -> Reply:
+    """A completion as a reply, which a client's own `stop` ends and is no part of.
+
+    A call that cannot be read stays text, as does any call without tools.
+    """
+    whole, shown = renderer.text_of(completion), renderer.text_of(completion, before=stop)
+    thought, body, closed = split_thinking(shown)
+    parsed = renderer.format.parse(shown)
+    found = tuple(
+        ToolCall(one.name, one.arguments, f"call_{id}_{place}", one.fault, one.problem)
+        for place, one in enumerate(parsed.calls if parses_calls else ())
+    )
+    calls = tuple(call for call in found if call.fault is None)
+    text = (parsed.text if calls else body).strip() if closed else ""
+    answer = parsed.answer if parsed.answer is not None else whole
+    return Reply(id, text, thought, calls, Message("assistant", whole, found), answer)
 
 
 class Detokenizer:

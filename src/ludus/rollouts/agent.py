@@ -101,12 +101,12 @@ class Demonstrator(Agent):
         self.loop = loop or Agent()
 
     async def run(self, episode: Episode) -> None:
-        episode.expert = self.expert(episode.task)
+        episode.expert = moves = self.expert(episode.task)
         try:
             await self.loop.run(episode)
         finally:
             with contextlib.suppress(ValueError):  # cut off while it thinks, in a thread of its own
-                episode.expert.close()
+                moves.close()
 
 
 class RandomAgent(Agent):

@@ -1,10 +1,20 @@
-"""Limits on one episode."""
+"""Limits on one episode, and the error of what goes beyond them."""
 
 from __future__ import annotations
 
 from pydantic import Field
 
 from ludus.core.config import Config
+from ludus.core.failures import LudusError
+from ludus.core.trajectory import StopReason
+
+
+class BudgetUsedUp(LudusError):
+    """The episode has no turns or tokens left for another action; `stop` is the reason for its end."""
+
+    def __init__(self, message: str, stop: StopReason) -> None:
+        super().__init__(message)
+        self.stop = stop
 
 
 class Budgets(Config):
@@ -30,3 +40,27 @@ class Budgets(Config):
         """The text that tells the model how many turns are left."""
         left = self.max_turns - turns_taken
         return f"[{left} turn{'' if left == 1 else 's'} left]"
+
+    def check_turns(self, used: int) -> None:
+        """Raise `BudgetUsedUp` where no further turn may begin."""
+        if used >= self.max_turns:
+            message = f"the episode has used up its {self.max_turns} turns (budgets.max_turns)"
+            raise BudgetUsedUp(message, StopReason.MAX_TURNS)
+
+    def check_length(self, fewest: int) -> None:
+        """Refuse a conversation that cannot fit before it is encoded: encoding takes seconds."""
+        if fewest > self.max_tokens:
+            raise self._too_long(f"at least {fewest}")
+
+    def turn_room(self, context: int) -> int:
+        """How many tokens an action may have after a context of this length; `BudgetUsedUp` if none."""
+        if context >= self.max_tokens:
+            raise self._too_long(str(context))
+        return min(self.max_tokens - context, self.max_turn_tokens)
+
+    def _too_long(self, count: str) -> BudgetUsedUp:
+        return BudgetUsedUp(
+            f"the conversation has {count} tokens, and a sequence may have {self.max_tokens} "
+            "(budgets.max_tokens)",
+            StopReason.MAX_TOKENS,
+        )

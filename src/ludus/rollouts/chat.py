@@ -18,15 +18,23 @@ from ludus.core.messages import Message
 from ludus.core.random import key
 from ludus.llm import ChatError
 from ludus.remote.threads import run_sync
+from ludus.rollouts.recorder import SamplingGate
 
 
 class EngineChatModel:
     """A `ChatModel` on an engine. With a temperature above 0 and no seed, the question decides the answer."""
 
     def __init__(
-        self, engine: Engine, renderer: Renderer, name: str = "policy", *, seconds: float = 600.0
+        self,
+        engine: Engine,
+        renderer: Renderer,
+        name: str = "policy",
+        *,
+        seconds: float = 600.0,
+        gate: SamplingGate | None = None,
     ) -> None:
         self._engine, self._renderer = engine, renderer
+        self._gate = gate or SamplingGate()
         self._name, self._seconds = name, seconds
 
     @property
@@ -53,6 +61,7 @@ class EngineChatModel:
             stop_tokens=tuple(self._renderer.tokenizer.stop_tokens),
             seed=seed,
         )
+        await self._gate.passed()
         try:
             async with asyncio.timeout(self._seconds) as deadline:
                 completion = await self._engine.generate(prompt, sampling, media=opening.media)

@@ -1,6 +1,6 @@
 """One episode as an agent sees it: generate, call, observe, answer.
 
-Behind these four methods the episode keeps the exact tokens. New messages are pending until the next
+Behind these four methods a `Recorder` keeps the exact tokens. New messages are pending until the next
 `generate`, which renders them on their own, appends them as an observation, and asks the engine to
 continue. An action's tokens are appended as sampled. The engine is always given the concatenation of the
 segments recorded so far, so the record cannot differ from what the model read.
@@ -9,7 +9,6 @@ segments recorded so far, so the record cannot differ from what the model read.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -17,7 +16,7 @@ from functools import lru_cache
 from ludus.chat.renderer import Renderer, warn_of_unseen
 from ludus.core.audit import Audit
 from ludus.core.failures import Aborted, ConfigError
-from ludus.core.generation import Completion, Engine, FinishReason, Sampling
+from ludus.core.generation import FinishReason
 from ludus.core.images import ImageError
 from ludus.core.messages import Media, Message, ToolCall, ToolContext, ToolResult, ToolSet, ToolSpec
 from ludus.core.random import key
@@ -28,17 +27,14 @@ from ludus.core.trajectory import (
     SegmentKind,
     StopReason,
     TokenSequence,
-    Trajectory,
-    spans_of,
 )
-from ludus.envs.world import ExpertMoves, next_move
+from ludus.envs.world import ExpertMoves
 from ludus.remote.threads import run_sync
-from ludus.remote.time_limit import recorded_wait
 from ludus.rollouts.branching import EpisodeRecord, check_results
-from ludus.rollouts.budgets import Budgets
+from ludus.rollouts.budgets import BudgetUsedUp
 from ludus.rollouts.message_tree import MessageTree
+from ludus.rollouts.recorder import Recorder, Sampled, expert_move, written_action
 from ludus.rollouts.tool_calls import StepRewards, ToolCalls
-from ludus.rollouts.turn_limits import TurnLimits
 
 log = logging.getLogger(__name__)
 
@@ -66,15 +62,12 @@ class Episode:
 
     def __init__(
         self,
-        trajectory: Trajectory,
+        recorder: Recorder,
         *,
-        engine: Engine,
         renderer: Renderer,
         tools: ToolSet,
         specs: Sequence[ToolSpec],
         context: ToolContext,
-        budgets: Budgets,
-        sampling: Sampling,
         opening: Sequence[Message],
         step_rewards: StepRewards = "sum",
         record: EpisodeRecord | None = None,
@@ -82,14 +75,14 @@ class Episode:
         render: RenderEnvs | None = None,
         has_rewards: bool = False,
     ) -> None:
-        self.trajectory = trajectory
+        self.trajectory = trajectory = recorder.trajectory
         self.has_rewards = has_rewards
         """Whether reward functions score it; else what tools, environments and the agent report is all."""
         self._render = render
         """Shows the environments to people; None where that is not recorded."""
-        self.budgets = budgets
+        self.budgets = recorder.budgets
         self.context = context
-        self._engine = engine
+        self._recorder = recorder
         self._unbound = renderer
         self._renderer = renderer.bound(specs)
         self._calls = ToolCalls(
@@ -97,21 +90,18 @@ class Episode:
             tools,
             specs,
             context,
-            budgets=budgets,
+            budgets=recorder.budgets,
             encode=renderer.tokenizer.encode_text,
             step_rewards=step_rewards,
             audit=audit,
         )
-        self._sampling = sampling
         self._pending: list[Message] = list(opening)
         self._stop: StopReason | None = None
         self._history = record
         """What was said and called, where others may branch off; and what a branch shares."""
-        self.expert: ExpertMoves | None = None
-        """Acts in the model's place: yields actions, and is sent what was observed since the last one."""
         self._turn = ""
         """The text of the assistant's turn that is still open; only inline turns stay open."""
-        trajectory.seconds.update(generate=0.0, tools=0.0)
+        trajectory.seconds["tools"] = 0.0
 
     @property
     def task(self) -> Task:
@@ -138,7 +128,16 @@ class Episode:
 
     @property
     def temperature(self) -> float:
-        return self._sampling.temperature
+        return self._recorder.temperature
+
+    @property
+    def expert(self) -> ExpertMoves | None:
+        """Acts in the model's place: yields actions, and is sent what was observed since the last one."""
+        return self._recorder.expert
+
+    @expert.setter
+    def expert(self, expert: ExpertMoves) -> None:
+        self._recorder.expert = expert
 
     @property
     def turns_left(self) -> int:
@@ -162,28 +161,14 @@ class Episode:
         self._append_pending()
         if self._history is not None and self._history.hold == self.trajectory.turns:
             self._end(StopReason.ABORTED)
-        context = self._sequence.tokens
-        room = self.budgets.max_tokens - len(context)
-        budget = min(room, self.budgets.max_turn_tokens)
+        context = self._recorder.context(self._recorder.end)
+        budget = self.budgets.turn_room(len(context.tokens))
         limit = budget if max_tokens is None else min(budget, max_tokens)
-        sampling = replace(
-            self._sampling,
-            max_tokens=limit,
-            stop=(*self._sampling.stop, *self._renderer.format.stops),
-            stop_tokens=(*self._sampling.stop_tokens, *self._renderer.tokenizer.stop_tokens),
-            seed=key(self.trajectory.seed, self.trajectory.turns),
+        seed = key(self.trajectory.seed, self.trajectory.turns)
+        sampled = await self._recorder.sample(
+            self._renderer, context, seed=seed, session=self.context.episode, limit=limit
         )
-        started = time.perf_counter()
-        with recorded_wait() as queued:
-            completion = await self._engine.generate(
-                context, sampling, session=self.context.episode, media=self._sequence.media
-            )
-            queued(completion.queued_seconds)
-        seconds = time.perf_counter() - started
-        spans = spans_of("generate", started, seconds, completion.queued_seconds, self.trajectory.turns)
-        self.trajectory.spans += spans
-        self.trajectory.seconds["generate"] += seconds
-        turn = self._act(completion, seconds, may_be_cut=limit < budget)
+        turn = self._act(sampled, may_be_cut=limit < budget)
         if self._history is not None:
             self._history.turns.append(turn)
         return turn
@@ -245,16 +230,11 @@ class Episode:
         """
         self._check_turns()
         self._append_pending()
-        written = self._renderer.format.render_action(content, calls)
-        tokens = self._renderer.action_tokens(written, self._turn)
-        ended = self._renderer.turns == "chat" or tokens[-1:] == [self._renderer.end_of_turn]
-        finish = FinishReason.STOP_TOKEN if ended else FinishReason.STOP_STRING
-        return self._act(Completion(tokens, [0.0] * len(tokens), finish), 0.0)
+        return self._act(written_action(self._renderer, content, calls, self._turn))
 
     async def _expert_turn(self, expert: ExpertMoves) -> Turn:
         observed = "\n".join(message.content for message in self._pending)
-        # in a thread: a planner may think for seconds
-        move = await run_sync(next_move, expert, observed)
+        move = await expert_move(expert, observed)
         if move is None:
             raise EpisodeOver
         if isinstance(move, str):
@@ -267,27 +247,19 @@ class Episode:
             )
         return turn
 
-    def _act(self, completion: Completion, seconds: float, *, may_be_cut: bool = False) -> Turn:
+    def _act(self, sampled: Sampled, *, may_be_cut: bool = False) -> Turn:
         """Append an action's tokens as they were sampled, and parse them."""
+        completion, after = sampled.completion, self._recorder.end
+        assert after is not None, "an action follows what the model has read"
         text = self._renderer.text_of(completion, continues_turn=bool(self._turn))
         self._turn += text
         parsed = self._renderer.format.parse(text)
         calls = tuple(
             replace(call, id=call.id or self._call_id(i)) for i, call in enumerate(parsed.calls)
         )
-        self._sequence.segments.append(
-            Segment(
-                SegmentKind.ACTION,
-                tokens=list(completion.tokens),
-                logprobs=list(completion.logprobs),
-                versions=completion.versions,
-                finish=completion.finish,
-                calls=calls,
-                seconds=seconds,
-            )
-        )
+        self._recorder.append_action(sampled, calls, after)
         self.trajectory.messages.append(Message("assistant", text, calls))
-        if completion.finish is FinishReason.ABORTED:
+        if sampled.is_aborted:
             raise Aborted("the engine aborted the request")
         is_cut = completion.finish is FinishReason.LENGTH and not may_be_cut
         if is_cut and all(call.fault is not None for call in calls):
@@ -301,15 +273,7 @@ class Episode:
         Such an agent calls tools of its own, and begins its conversations itself: `messages` are not shown.
         """
         self._pending.clear()
-        budgets = self.budgets
-        return MessageTree(
-            self.trajectory,
-            engine=self._engine,
-            renderer=self._unbound,
-            limits=TurnLimits(budgets.max_turns, budgets.max_turn_tokens, budgets.max_tokens),
-            sampling=self._sampling,
-            session=self.context.episode,
-        )
+        return MessageTree(self._recorder, self._unbound)
 
     async def call(self, calls: Sequence[ToolCall]) -> list[tuple[ToolCall, ToolResult]]:
         """Run these calls concurrently; each comes back with its result, the model's mistakes included."""
@@ -369,8 +333,10 @@ class Episode:
     def _check_turns(self) -> None:
         if self._stop is not None:
             raise EpisodeOver
-        if self.turns_left < 1:
-            self._end(StopReason.MAX_TURNS)
+        try:
+            self._recorder.check_turns()
+        except BudgetUsedUp as used:
+            self._end(used.stop)
 
     def _end(self, reason: StopReason) -> None:
         self._stop = reason

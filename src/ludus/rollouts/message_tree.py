@@ -16,7 +16,6 @@ never reached its client is not recorded, and is not trained on. Several request
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,33 +25,22 @@ from typing import Any, TypeVar
 from ludus.chat.chat_template import tools_key
 from ludus.chat.message_keys import MessageKey, message_key
 from ludus.chat.renderer import Renderer
-from ludus.chat.streaming import ReplyView, TokenFeed
+from ludus.chat.streaming import Reply, ReplyView, TokenFeed, read_completion
 from ludus.core.failures import Aborted, ConfigError, Fault
-from ludus.core.generation import Completion, Engine, FinishReason, Sampling
 from ludus.core.messages import MediaSpan, Message, ToolSpec
 from ludus.core.random import key
 from ludus.core.tokenizer import ImageTokens
-from ludus.core.trajectory import (
-    Segment,
-    SegmentKind,
-    StopReason,
-    TokenSequence,
-    Trajectory,
-    media_spans,
-)
-from ludus.envs.world import ExpertMoves, next_move
+from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequence, Trajectory
 from ludus.remote.threads import run_sync
-from ludus.remote.time_limit import current_limit, recorded_wait, under_limit
-from ludus.rollouts.engine_sessions import EngineSessions
-from ludus.rollouts.replies import Reply, read_completion
-from ludus.rollouts.sequence_tree import (
+from ludus.rollouts.budgets import BudgetUsedUp
+from ludus.rollouts.recorder import (
     Position,
-    append_action,
-    append_context,
+    Recorder,
+    Sampled,
+    expert_move,
     is_end,
-    segments_until,
+    written_action,
 )
-from ludus.rollouts.turn_limits import BudgetUsedUp, TurnLimits
 
 T = TypeVar("T")
 
@@ -64,10 +52,7 @@ class SampledTurn:
     """A reply of the model, and where it belongs."""
 
     reply: Reply
-    completion: Completion
-    prompt_tokens: int
-    seconds: float
-    session: str
+    sampled: Sampled
     spot: _Spot
 
 
@@ -123,28 +108,16 @@ def _digest(
 class MessageTree:
     """The conversations of one episode, in a trajectory that starts empty."""
 
-    def __init__(
-        self,
-        trajectory: Trajectory,
-        *,
-        engine: Engine,
-        renderer: Renderer,
-        limits: TurnLimits,
-        sampling: Sampling,
-        session: str,
-    ) -> None:
+    def __init__(self, recorder: Recorder, renderer: Renderer) -> None:
         if renderer.turns == "inline":
             raise ConfigError(
                 'agent.turns = "inline" goes on in an open turn of the assistant, which a chat API cannot'
             )
-        self.trajectory = trajectory
+        self.trajectory = recorder.trajectory
         self.counts = dict.fromkeys(("requests", "conversations", "branches", "restarts"), 0)
-        self.expert: ExpertMoves | None = None
-        """Replies in the model's place: yields replies or calls, and is sent what was read since the last."""
         self.last: SampledTurn | None = None
         """The turn that was committed last."""
-        self._engine, self._renderer = engine, renderer
-        self._limits, self._sampling = limits, sampling
+        self._recorder, self._renderer = recorder, renderer
         self._next: dict[tuple[int, MessageKey], int] = {}
         """From a state and a message to the state after it."""
         self._states = 0
@@ -156,9 +129,6 @@ class MessageTree:
         """States that a reply was sampled from: the segment that ends there."""
         self._actions: dict[str, Segment] = {}
         """Committed actions by the ids of their turns."""
-        self._sessions = EngineSessions(engine, session)
-        self._time_limit = current_limit()
-        """The episode's; requests come from other tasks."""
         self._walked: tuple[int, list[tuple[Message, int]]] = (0, [])
         """The root and the known messages of the request that was located last, with the state after each."""
         self._sampled: dict[int, int] = {}
@@ -186,58 +156,50 @@ class MessageTree:
 
         `feed` gets the tokens while they are sampled. What is long is rendered in a thread.
         """
-        self._limits.check_turns(len(self._actions) + self._sessions.busy)
+        recorder, sessions = self._recorder, self._recorder.sessions
+        recorder.check_turns()
         renderer, spot = await self._located(messages, tools, is_long)
-        self._limits.check_turns(len(self._actions) + self._sessions.busy)  # others went on meanwhile
-        known = segments_until(self.trajectory.sequences, spot.after)
-        context = [token for segment in known for token in segment.tokens] + spot.tokens
-        media = media_spans([*known, spot.context()])
-        limit = min(self._limits.turn_room(len(context)), max_tokens or self._limits.tokens)
+        recorder.check_turns()  # others went on meanwhile
+        context = recorder.context(spot.after, spot.context())
+        room = recorder.budgets.turn_room(len(context.tokens))
         digest = int.from_bytes(spot.digest.digest(), "big")
         self._sampled[digest] = number = self._sampled.get(digest, -1) + 1
         seed = key(self.trajectory.seed, digest, number)
-        sampling = replace(
-            self._sampling,
-            max_tokens=limit,
-            stop=tuple(dict.fromkeys((*self._sampling.stop, *renderer.format.stops, *stop))),
-            stop_tokens=(*self._sampling.stop_tokens, *renderer.tokenizer.stop_tokens),
-            seed=seed,
-        )
         id, parses = f"{seed:016x}", bool(tools) and parses_calls
         own = None if spot.after is None else spot.after[0]
-        session = await self._sessions.take(own, is_end(self.trajectory.sequences, spot.after))
+        session = await sessions.take(own, is_end(self.trajectory.sequences, spot.after))
         if feed is not None:
-            feed.open(id, len(context), lambda: ReplyView(renderer, stop, parses))
-        on_tokens = None if feed is None else feed.push
-        started = time.perf_counter()
+            feed.open(id, len(context.tokens), lambda: ReplyView(renderer, stop, parses))
         try:
-            if self.expert is not None:
-                completion = await self._demonstrated(renderer, spot, self.expert)
+            if recorder.expert is not None:
+                sampled = await self._demonstrated(renderer, spot, len(context.tokens))
             else:
-                with under_limit(self._time_limit), recorded_wait() as queued:
-                    completion = await self._engine.generate(
-                        context, sampling, session=session, media=media, on_tokens=on_tokens
-                    )
-                    queued(completion.queued_seconds)
+                sampled = await recorder.sample(
+                    renderer,
+                    context,
+                    seed=seed,
+                    session=session,
+                    limit=min(room, max_tokens or room),
+                    stop=stop,
+                    on_tokens=None if feed is None else feed.push,
+                )
         finally:
-            self._sessions.give_back(session)
-            seconds = time.perf_counter() - started
-            spent = self.trajectory.seconds
-            spent["generate"] = spent.get("generate", 0.0) + seconds
-        if completion.finish is FinishReason.ABORTED:
+            sessions.give_back(session)
+        if sampled.is_aborted:
             raise Aborted("the engine aborted the request")
-        read = read_completion(renderer, completion, id, stop, parses)
-        return SampledTurn(read, completion, len(context), seconds, session, spot)
+        return SampledTurn(
+            read_completion(renderer, sampled.completion, id, stop, parses), sampled, spot
+        )
 
-    async def _demonstrated(self, renderer: Renderer, spot: _Spot, expert: ExpertMoves) -> Completion:
-        """What an expert replies in the model's place; its log-probabilities are 0, it was not sampled."""
+    async def _demonstrated(self, renderer: Renderer, spot: _Spot, prompt_tokens: int) -> Sampled:
+        """What an expert replies in the model's place."""
+        assert self._recorder.expert is not None
         observed = "\n".join(message.content for message in spot.messages[spot.known :])
-        move = await run_sync(next_move, expert, observed)
+        move = await expert_move(self._recorder.expert, observed)
         if move is None:
             raise BudgetUsedUp("the expert has ended", StopReason.TERMINATED)
         text, calls = (move, ()) if isinstance(move, str) else ("", (move,))
-        tokens = renderer.action_tokens(renderer.format.render_action(text, calls))
-        return Completion(tokens, [0.0] * len(tokens), FinishReason.STOP_TOKEN)
+        return replace(written_action(renderer, text, calls), prompt_tokens=prompt_tokens)
 
     async def _located(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], is_long: bool
@@ -247,7 +209,7 @@ class MessageTree:
         async def run(function: Callable[..., T], *args: Any) -> T:
             return await run_sync(function, *args) if is_long else function(*args)
 
-        self._limits.check_length(self._renderer.fewest_tokens(messages, tools))
+        self._recorder.budgets.check_length(self._renderer.fewest_tokens(messages, tools))
         renderer = await run(self._renderer.bound, tools)
         name = await run(tools_key, tools)
         if name not in self._roots:
@@ -297,57 +259,42 @@ class MessageTree:
 
     def sibling(self, trajectory: Trajectory, name: str) -> MessageTree:
         """A tree of its own beside this one, with the same model: for what is not recorded here."""
-        return MessageTree(
-            trajectory,
-            engine=self._engine,
-            renderer=self._renderer,
-            limits=replace(self._limits, turns=_UNLIMITED),
-            sampling=self._sampling,
-            session=f"{self._sessions.name}.{name}",
-        )
+        budgets = self._recorder.budgets.model_copy(update={"max_turns": _UNLIMITED})
+        return MessageTree(self._recorder.sibling(trajectory, name, budgets), self._renderer)
 
     async def count_tokens(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), *, is_long: bool = False
     ) -> int:
         """How many tokens the model would read before it replies."""
         _, spot = await self._located(messages, tools, is_long)
-        known = segments_until(self.trajectory.sequences, spot.after)
-        return sum(len(segment.tokens) for segment in known) + len(spot.tokens)
+        return len(self._recorder.context(spot.after, spot.context()).tokens)
 
     async def close(self) -> None:
         """Release the engine's sessions."""
-        await self._sessions.close()
+        await self._recorder.sessions.close()
 
     # Recording
 
     def commit(self, turn: SampledTurn) -> None:
         """Record a turn: its reply has reached the client."""
-        spot, sequences = turn.spot, self.trajectory.sequences
+        spot, recorder = turn.spot, self._recorder
         state, is_new = self._enter(spot)
         position = self._contexts.get(state)
         kind = spot.kind
         if position is None:
-            position, branched = append_context(sequences, spot.context(), spot.after)
+            position, branched = recorder.append_context(spot.context(), spot.after)
             self._contexts[state] = position
             if branched and kind is None:
                 kind = "branches"
         elif kind is None:
             kind = "branches"  # another reply to the same messages
-        faults = [call for call in turn.reply.message.tool_calls if call.fault is not None]
-        action = Segment(
-            SegmentKind.ACTION,
-            tokens=list(turn.completion.tokens),
-            logprobs=list(turn.completion.logprobs),
-            versions=turn.completion.versions,
-            finish=turn.completion.finish,
-            calls=turn.reply.message.tool_calls,
-            faults=tuple(call.fault or Fault.MALFORMED_CALL for call in faults),
-            faulted=tuple(call.name for call in faults),
-            seconds=turn.seconds,
+        action, end_of_action = recorder.append_action(
+            turn.sampled, turn.reply.message.tool_calls, position
         )
-        end_of_action = append_action(sequences, action, position)
+        faults = [call for call in action.calls if call.fault is not None]
+        action.faults = tuple(call.fault or Fault.MALFORMED_CALL for call in faults)
+        action.faulted = tuple(call.name for call in faults)
         self._actions[turn.reply.id] = action
-        self._sessions.holds(turn.session, end_of_action[0])
         end = self._new_state()
         conversation = [*spot.conversation, *spot.messages[spot.known :], turn.reply.message]
         digest = _digest(action.tokens, before=spot.digest)

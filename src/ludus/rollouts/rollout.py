@@ -57,6 +57,7 @@ from ludus.rollouts.branching import EpisodeRecord, Origin, WorldState, check_fo
 from ludus.rollouts.budgets import Budgets
 from ludus.rollouts.chat import EngineChatModel, asking_policy
 from ludus.rollouts.episode import Episode, EpisodeOver
+from ludus.rollouts.recorder import Recorder, SamplingGate
 from ludus.rollouts.tool_calls import StepRewards
 from ludus.rollouts.tree import Leaf, TreeConfig, grow_tree
 from ludus.rollouts.turn_search import SEARCH_SCORE, search_turns
@@ -97,11 +98,13 @@ class Rollout:
     """Whether an episode over `max_seconds` ends there, with the reward 0, and is no infrastructure failure."""
     renders: bool = False
     """Whether to record what environments look like before each turn."""
+    gate: SamplingGate | None = None
+    """Where requests to the engine wait while somebody else needs it."""
 
     @property
     def policy(self) -> EngineChatModel:
         """The policy as a model that rewards may ask."""
-        return EngineChatModel(self.engine, self.renderer)
+        return EngineChatModel(self.engine, self.renderer, gate=self.gate)
 
     async def groups(self, tasks: Sequence[Task], seed: int) -> AsyncIterator[Group]:
         """One group of `attempts` episodes for each task, in the order they finish."""
@@ -277,15 +280,20 @@ class Rollout:
             resources.push_async_callback(_close, tools, context)
             if record is not None:
                 await self._branch(record, context)
-            episode = Episode(
+            recorder = Recorder(
                 trajectory,
                 engine=self.engine,
+                budgets=self.budgets,
+                sampling=self.sampling,
+                session=name,
+                gate=self.gate,
+            )
+            episode = Episode(
+                recorder,
                 renderer=self.renderer,
                 tools=tools,
                 specs=await tools.list(context),
                 context=context,
-                budgets=self.budgets,
-                sampling=self.sampling,
                 opening=opening_messages(task.messages, observed),
                 step_rewards=self._step_rewards_of(task, envs),
                 record=record,

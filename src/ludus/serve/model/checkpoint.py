@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -12,11 +11,10 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from ludus.chat.renderer import NextContext, Renderer
-from ludus.chat.streaming import ReplyView, TokenFeed
-from ludus.core.generation import Completion, Engine, OnTokens, Sampling
+from ludus.chat.streaming import ReplyView, TokenFeed, read_completion
+from ludus.core.generation import Engine, OnTokens, Sampling
 from ludus.core.images import MOST_PIXELS
 from ludus.core.messages import Json
-from ludus.rollouts.replies import read_completion
 from ludus.serve.admission import Admission, WorkBudget
 from ludus.serve.http import check_token
 from ludus.serve.model.requests import (
@@ -109,7 +107,7 @@ class CheckpointService:
         finally:
             ticket.leave()
         return [
-            reply_of(
+            ModelReply.of(
                 read_completion(renderer, completion, id, request.stop, parses),
                 completion,
                 len(context),
@@ -165,18 +163,3 @@ class CheckpointService:
 
     async def close(self) -> None:
         """Nothing is kept here."""
-
-
-def reply_of(
-    reply: Any, completion: Completion, prompt_tokens: int, request: ModelRequest
-) -> ModelReply:
-    """A reply with what the API tells about it."""
-    return ModelReply(
-        reply,
-        completion.finish,
-        completion.stop if completion.stop in request.stop else None,
-        prompt_tokens,
-        len(completion.tokens),
-        completion.cached_tokens,
-        int(time.time()),
-    )

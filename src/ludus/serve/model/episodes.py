@@ -28,11 +28,10 @@ from ludus.core.messages import Json
 from ludus.core.random import key as seed_key
 from ludus.core.trajectory import StopReason, Trajectory
 from ludus.llm import Address
+from ludus.rollouts.budgets import BudgetUsedUp
 from ludus.rollouts.message_tree import MessageTree, SampledTurn
-from ludus.rollouts.turn_limits import BudgetUsedUp
 from ludus.serve.admission import WorkBudget
 from ludus.serve.http import check_token
-from ludus.serve.model.checkpoint import reply_of
 from ludus.serve.model.peers import is_of_program
 from ludus.serve.model.requests import (
     LONG,
@@ -166,7 +165,8 @@ class EpisodeSession:
         if not running.is_recorded:
             running.is_recorded = True
             running.tree.commit(turn)
-        return [reply_of(turn.reply, turn.completion, turn.prompt_tokens, request)]
+        sampled = turn.sampled
+        return [ModelReply.of(turn.reply, sampled.completion, sampled.prompt_tokens, request)]
 
     async def _wait(self, running: _Sampling, digest: bytes) -> SampledTurn:
         if running.orphaned is not None:

@@ -106,7 +106,6 @@ class ProgramAgent(Agent):
         serving = await self._started()
         async with self._place(serving):
             tree = episode.conversations()
-            tree.expert = episode.expert
             may = self.config.rewards
             session = EpisodeSession(
                 tree,

@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import logging
 import marshal
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from ludus.chat.streaming import Reply
 from ludus.core.failures import LudusError
-from ludus.core.generation import FinishReason
+from ludus.core.generation import Completion, FinishReason
 from ludus.core.images import PARTS, ImageError, image_of_part
 from ludus.core.lru import LruCache
 from ludus.core.messages import IMAGE_MARK, Json, Media, Message, ToolCall, ToolSpec
 from ludus.core.strict_json import BadJson, whole_json
 from ludus.core.tokenizer import ImageTokens
-from ludus.rollouts.replies import Reply
 from ludus.serve.admission import WorkBudget
 
 log = logging.getLogger(__name__)
@@ -110,6 +111,21 @@ class ModelReply:
     completion_tokens: int
     cached_tokens: int
     created: int
+
+    @classmethod
+    def of(
+        cls, reply: Reply, completion: Completion, prompt_tokens: int, request: ModelRequest
+    ) -> ModelReply:
+        """A completion as a reply to this request, sent now."""
+        return cls(
+            reply,
+            completion.finish,
+            completion.stop if completion.stop in request.stop else None,
+            prompt_tokens,
+            len(completion.tokens),
+            completion.cached_tokens,
+            int(time.time()),
+        )
 
     @property
     def is_cut(self) -> bool:

@@ -25,7 +25,7 @@ from ludus.core.images import ImageError
 from ludus.core.messages import Json
 from ludus.core.strict_json import BadJson, read_object
 from ludus.rewards.scores import MOST_REWARD
-from ludus.rollouts.turn_limits import BudgetUsedUp
+from ludus.rollouts.budgets import BudgetUsedUp
 from ludus.serve.admission import ByteBudget, RequestError
 from ludus.serve.http import beside_the_loop, release_bytes, request_bytes
 from ludus.serve.model.anthropic import ANTHROPIC

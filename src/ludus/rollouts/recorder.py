@@ -1,0 +1,364 @@
+"""The recorder: samples actions for one episode, and keeps exactly what the model read and sampled.
+
+    context   all tokens and images up to a place, and what is appended there: the engine is given nothing else
+    sample    an action after a context, within the budgets; timed, with queues apart
+    append    segments at a place. What leaves an earlier line becomes a sequence of its own, with a `parent`
+
+Both `Episode` (one line of messages) and `MessageTree` (whole conversations, several at once) are views of it.
+
+A sequence is the tokens of a conversation in segments; `TokenSequence.parent` says which place of another one
+it goes on from. What two contexts share is kept once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from ludus.chat.renderer import Renderer
+from ludus.core.generation import Completion, Engine, FinishReason, OnTokens, Sampling
+from ludus.core.messages import MediaSpan, ToolCall
+from ludus.core.trajectory import Segment, SegmentKind, TokenSequence, Trajectory, media_spans, spans_of
+from ludus.envs.world import ExpertMoves, next_move
+from ludus.remote.threads import run_sync
+from ludus.remote.time_limit import current_limit, queueing, recorded_wait, under_limit
+from ludus.rollouts.budgets import Budgets
+
+Position = tuple[int, int]
+"""(sequence, segment): the place just after that segment."""
+
+
+class SamplingGate:
+    """Lets requests of many episodes through to the engine, or holds them back; counts those at the engine."""
+
+    def __init__(self) -> None:
+        self._open = asyncio.Event()
+        self._open.set()
+        self.sampling: Counter[str] = Counter()
+        """Requests at the engine, by session."""
+
+    def close(self) -> None:
+        self._open.clear()
+
+    def open(self) -> None:
+        self._open.set()
+
+    async def passed(self) -> None:
+        """Wait until it is open; an episode's time limit stands still."""
+        if not self._open.is_set():
+            with queueing():
+                await self._open.wait()
+
+    @contextmanager
+    def noted(self, session: str) -> Iterator[None]:
+        """Count a request of this session while it is at the engine."""
+        self.sampling[session] += 1
+        try:
+            yield
+        finally:
+            self.sampling[session] -= 1
+            if not self.sampling[session]:
+                del self.sampling[session]
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What the model reads before an action."""
+
+    tokens: list[int]
+    media: list[MediaSpan]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """An action that has been sampled and is not recorded yet."""
+
+    completion: Completion
+    prompt_tokens: int = 0
+    session: str = ""
+    started: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def is_aborted(self) -> bool:
+        return self.completion.finish is FinishReason.ABORTED
+
+
+class Recorder:
+    """The tokens of one episode, in a trajectory that starts empty."""
+
+    def __init__(
+        self,
+        trajectory: Trajectory,
+        *,
+        engine: Engine,
+        budgets: Budgets,
+        sampling: Sampling,
+        session: str,
+        gate: SamplingGate | None = None,
+    ) -> None:
+        self.trajectory, self.budgets = trajectory, budgets
+        self.sessions = EngineSessions(engine, session)
+        self.expert: ExpertMoves | None = None
+        """Acts in the model's place: yields actions, and is sent what was observed since the last one."""
+        self._engine, self._sampling, self._gate = engine, sampling, gate or SamplingGate()
+        self._time_limit = current_limit()
+        """The episode's; requests of programs come from other tasks."""
+        trajectory.seconds.setdefault("generate", 0.0)
+
+    @property
+    def temperature(self) -> float:
+        return self._sampling.temperature
+
+    def sibling(self, trajectory: Trajectory, name: str, budgets: Budgets) -> Recorder:
+        """A recorder on the same engine, for what is not part of this episode's record."""
+        return Recorder(
+            trajectory,
+            engine=self._engine,
+            budgets=budgets,
+            sampling=self._sampling,
+            session=f"{self.sessions.name}.{name}",
+            gate=self._gate,
+        )
+
+    def check_turns(self) -> None:
+        """Raise `BudgetUsedUp` where no further request may begin; those that are sampled now count."""
+        self.budgets.check_turns(self.trajectory.turns + self.sessions.busy)
+
+    # Sampling
+
+    def context(self, after: Position | None, following: Segment | None = None) -> Context:
+        """All that the model has read and said up to a place, with what follows there."""
+        segments = segments_until(self.trajectory.sequences, after)
+        if following is not None:
+            segments = [*segments, following]
+        tokens = [token for segment in segments for token in segment.tokens]
+        return Context(tokens, media_spans(segments))
+
+    async def sample(
+        self,
+        renderer: Renderer,
+        context: Context,
+        *,
+        seed: int,
+        session: str,
+        limit: int,
+        stop: Sequence[str] = (),
+        on_tokens: OnTokens | None = None,
+    ) -> Sampled:
+        """An action of at most `limit` tokens. `stop` ends it beside what the format and the recipe say."""
+        sampling = replace(
+            self._sampling,
+            max_tokens=limit,
+            stop=tuple(dict.fromkeys((*self._sampling.stop, *renderer.format.stops, *stop))),
+            stop_tokens=(*self._sampling.stop_tokens, *renderer.tokenizer.stop_tokens),
+            seed=seed,
+        )
+        started = time.perf_counter()
+        try:
+            with under_limit(self._time_limit):
+                await self._gate.passed()
+                with recorded_wait() as queued, self._gate.noted(session):
+                    completion = await self._engine.generate(
+                        context.tokens,
+                        sampling,
+                        session=session,
+                        media=context.media,
+                        on_tokens=on_tokens,
+                    )
+                    queued(completion.queued_seconds)
+        finally:
+            seconds = time.perf_counter() - started
+            self.trajectory.seconds["generate"] += seconds
+        return Sampled(completion, len(context.tokens), session, started, seconds)
+
+    # Recording
+
+    @property
+    def end(self) -> Position | None:
+        """The end of the last sequence; None where it is empty."""
+        number = len(self.trajectory.sequences) - 1
+        last = len(self.trajectory.sequences[number].segments) - 1
+        return None if last < 0 else (number, last)
+
+    def append_action(
+        self, sampled: Sampled, calls: Sequence[ToolCall], after: Position
+    ) -> tuple[Segment, Position]:
+        """Record an action after its context; a second one after the same begins a sequence of its own."""
+        done = sampled.completion
+        action = Segment(
+            SegmentKind.ACTION,
+            tokens=list(done.tokens),
+            logprobs=list(done.logprobs),
+            versions=done.versions,
+            finish=done.finish,
+            calls=tuple(calls),
+            seconds=sampled.seconds,
+        )
+        if sampled.session:
+            self.trajectory.spans += spans_of(
+                "generate", sampled.started, sampled.seconds, done.queued_seconds, self.trajectory.turns
+            )
+        sequences = self.trajectory.sequences
+        sequence, _ = after
+        if not is_end(sequences, after):
+            sequences.append(TokenSequence(parent=after))
+            sequence = len(sequences) - 1
+        sequences[sequence].segments.append(action)
+        self.sessions.holds(sampled.session, sequence)
+        return action, (sequence, len(sequences[sequence].segments) - 1)
+
+    def append_context(self, context: Segment, after: Position | None) -> tuple[Position, bool]:
+        """Append what the model read before an action: where that ends, and whether it left an earlier line.
+
+        A whole prompt (`after` is None) shares with an earlier sequence what begins with the same tokens.
+        """
+        sequences = self.trajectory.sequences
+        if after is None:
+            return _append_prompt(sequences, context), False
+        sequence, _ = after
+        branched = not is_end(sequences, after)
+        if branched:
+            sequences.append(TokenSequence(parent=after))
+            sequence = len(sequences) - 1
+        sequences[sequence].segments.append(context)
+        return (sequence, len(sequences[sequence].segments) - 1), branched
+
+
+async def expert_move(expert: ExpertMoves, observed: str) -> str | ToolCall | None:
+    """What an expert does next; in a thread, because a planner may think for seconds."""
+    return await run_sync(next_move, expert, observed)
+
+
+def written_action(
+    renderer: Renderer, content: str, calls: Sequence[ToolCall] = (), turn: str = ""
+) -> Sampled:
+    """An action that was not sampled, as the model would have written it: its log-probabilities are 0.
+
+    `turn` is the text of the same turn before it, where turns are inline.
+    """
+    tokens = renderer.action_tokens(renderer.format.render_action(content, calls), turn)
+    ended = renderer.turns == "chat" or tokens[-1:] == [renderer.end_of_turn]
+    finish = FinishReason.STOP_TOKEN if ended else FinishReason.STOP_STRING
+    return Sampled(Completion(tokens, [0.0] * len(tokens), finish))
+
+
+# Sequences that branch off each other
+
+
+def is_end(sequences: list[TokenSequence], position: Position | None) -> bool:
+    """Whether nothing follows that place in its sequence."""
+    return position is not None and position[1] == len(sequences[position[0]].segments) - 1
+
+
+def segments_until(sequences: list[TokenSequence], position: Position | None) -> list[Segment]:
+    """All segments up to a place, those of the sequences that it branches from included."""
+    if position is None:
+        return []
+    sequence, segment = position
+    own = sequences[sequence]
+    return [*segments_until(sequences, own.parent), *own.segments[: segment + 1]]
+
+
+def _append_prompt(sequences: list[TokenSequence], prompt: Segment) -> Position:
+    if not any(sequence.segments for sequence in sequences):
+        sequences[0].segments.append(prompt)
+        return 0, 0
+    parent, shared = _shared_prefix(sequences, prompt)
+    if parent is not None and shared == len(prompt.tokens):
+        return parent
+    kind = SegmentKind.PROMPT if parent is None else SegmentKind.OBSERVATION
+    media = tuple(span.moved(-shared) for span in prompt.media if span.start >= shared)
+    sequences.append(TokenSequence([Segment(kind, prompt.tokens[shared:], media=media)], parent))
+    return len(sequences) - 1, 0
+
+
+def _shared_prefix(sequences: list[TokenSequence], prompt: Segment) -> tuple[Position | None, int]:
+    """The longest run of whole segments, of any sequence, that a prompt begins with, images included."""
+    tokens = prompt.tokens
+    images = {span.start: span for span in prompt.media}
+    ends: list[list[int]] = []
+    """For each sequence, how many tokens are shared up to the end of each of its segments."""
+    best: Position | None = None
+    most = 0
+    for number, sequence in enumerate(sequences):
+        own: list[int] = []
+        ends.append(own)
+        position = 0
+        if sequence.parent is not None:
+            parent, segment = sequence.parent
+            if len(ends[parent]) <= segment:
+                continue  # it has left these tokens already
+            position = ends[parent][segment]
+        for index, segment_ in enumerate(sequence.segments):
+            stop = position + len(segment_.tokens)
+            if tokens[position:stop] != segment_.tokens:
+                break
+            own_images = [images[at] for at in sorted(images) if position <= at < stop]
+            if own_images != [span.moved(position) for span in segment_.media]:
+                break
+            position = stop
+            own.append(position)
+            if position > most:
+                best, most = (number, index), position
+    return best, most
+
+
+class EngineSessions:
+    """A session for each request that runs at once; they are used again."""
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        self.name = name
+        """The first session's; the others add a number to it."""
+        self._engine = engine
+        self._held: dict[str, int | None] = {}
+        """The sequence that each session holds the KV of."""
+        self._busy: set[str] = set()
+
+    @property
+    def busy(self) -> int:
+        """How many are in use."""
+        return len(self._busy)
+
+    async def take(self, sequence: int | None, at_end: bool) -> str:
+        """A session for a request: the one that holds its sequence's KV, if it goes on from its end, or a fork.
+
+        `sequence` is None for a new conversation.
+        """
+        holders = (name for name, held in self._held.items() if held == sequence)
+        holder = None if sequence is None else next(holders, None)
+        if holder is not None and holder not in self._busy and at_end:
+            self._busy.add(holder)
+            return holder
+        unused = (name for name, held in self._held.items() if held is None)
+        name = next((name for name in unused if name not in self._busy), None)
+        if name is None:
+            name = f"{self.name}.{len(self._held)}" if self._held else self.name
+        self._held[name] = None
+        self._busy.add(name)
+        if holder is not None:
+            try:
+                await self._engine.fork(holder, name)
+            except BaseException:
+                self._busy.discard(name)
+                raise
+        return name
+
+    def give_back(self, name: str) -> None:
+        """Its request has ended."""
+        self._busy.discard(name)
+
+    def holds(self, name: str, sequence: int) -> None:
+        """What was sampled in a session is part of this sequence."""
+        if name in self._held:
+            self._held[name] = sequence
+
+    async def close(self) -> None:
+        """Release all of them."""
+        for name in list(self._held):
+            await self._engine.release(name)
+        self._held.clear()
