@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from stage_runs import Talker, assert_same_tensors, episodes, numbers
 from training_helpers import TINY, add, even, tasks
+from worker_parts import PlainSteps
 
 import ludus
 from ludus.core import ConfigError
@@ -20,12 +21,11 @@ from ludus.training import (
     Learner,
     Parts,
     Recipe,
-    RolloutWorker,
     build_run_context,
     policy_update,
     train_async,
 )
-from ludus.training.async_rollouts import StalledError
+from ludus.training.controller import StalledError
 from ludus.training.ledger import Ledger
 from ludus.viewer.findings import metric_findings
 
@@ -78,9 +78,9 @@ def test_without_staleness_a_run_is_a_plain_loop(tmp_path: Path) -> None:
         rl = recipe.stages[0]
         async with await build_run_context(recipe, Parts(**code())) as context:
             learner = Learner(context.model, rl.optimizer, rl.steps)
-            worker = RolloutWorker(context.task_sets, rl.rollouts, recipe.seed)
+            plain = PlainSteps(context.task_sets, rl.rollouts, recipe.seed)
             for step in range(rl.steps):
-                played = await worker.play(step, {})
+                played = await plain.play(step)
                 await context.engine.pause()
                 policy_update(learner, played, rl, reference=None, critic=None)
                 await context.engine.update_weights()

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from worker_parts import called, rl, task_set, tasks
+from worker_parts import Steps, called, rl, task_set, tasks
 
 import ludus
 from ludus.algos import load_algorithm
@@ -25,7 +25,7 @@ from ludus.core import (
     Trajectory,
 )
 from ludus.observe import rollout_metrics
-from ludus.training import BrokenConfig, RolloutBatch, RolloutWorker
+from ludus.training import BrokenConfig, RolloutBatch
 from ludus.training.data.batch import Batch, advantage_inputs
 from ludus.training.data.reward_shaping import (
     KINDS,
@@ -70,7 +70,7 @@ async def kinds_when(
         budgets={"max_turns": len(said), **(budgets or {})},
     )
     config = rl(tasks=1, attempts=1, algorithm="reinforce")
-    played = await RolloutWorker([one], config, 0).play(0, {})
+    played = await Steps([one], config, 0).play(0, {})
     [trajectory] = played.groups[0].trajectories
     assert {k for k in KINDS if played.metrics[f"broken/{k}"]} == broken_kinds(trajectory)
     return set(broken_kinds(trajectory))
@@ -135,7 +135,7 @@ async def test_what_failed_through_our_fault_is_not_broken() -> None:
         raise EngineError("gone", retriable=False)
 
     config = rl(tasks=1, attempts=2, broken={"no_answer": "mask", "void_turn": -1})
-    played = await RolloutWorker([task_set(tasks(1), words)], config, 0).play(0, {})
+    played = await Steps([task_set(tasks(1), words)], config, 0).play(0, {})
     assert [t.reward for t in played.groups[0].trajectories] == [None, None]
     assert played.masked == frozenset() and not any(played.metrics.values())
 
@@ -200,7 +200,7 @@ async def play_five(broken: dict[str, Any]) -> tuple[RolloutBatch, list[str]]:
         budgets={"max_turn_tokens": 60, "max_seconds": 1.0},
     )
     config = rl(tasks=1, attempts=5, broken=broken)
-    return await RolloutWorker([one], config, 0).play(0, {}), asked
+    return await Steps([one], config, 0).play(0, {}), asked
 
 
 async def test_verltool_pays_nothing_and_masks_within_the_baseline() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from ludus.cli.simulate import simulation_table
 from ludus.core import ConfigError
-from ludus.training.async_rollouts import StalledError
+from ludus.training.controller import StalledError
 from ludus.training.simulation import SimulationConfig, run_virtually, simulate
 
 STEADY = {

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ludus.chat import Renderer, load_format
-from ludus.core import ByteTokenizer, Task, ToolCall
+from ludus.core import ByteTokenizer, Task, ToolCall, key
 from ludus.engine import FakeEngine
 from ludus.rewards import Scorer, reward
 from ludus.rollouts import Budgets, Rollout
 from ludus.tools import as_toolset
-from ludus.training import RLConfig, RolloutBatch, RolloutSettings, TaskSet
+from ludus.training import RLConfig, RolloutBatch, RolloutSettings, TaskSampler, TaskSet
+from ludus.training.controller import step_by_step
+from ludus.training.data.task_sampler import SampledTask, seed_of_set
+from ludus.training.player import rollouts_at
+from ludus.training.rollout_batch import GroupFilter, KeptGroup
 
 RENDERER = Renderer(ByteTokenizer(), load_format("hermes"))
 
@@ -67,6 +72,65 @@ def task_set(
 
 def rl(**settings: Any) -> RolloutSettings:
     return RLConfig.parse({"tasks": 4, "attempts": 2, **settings}).rollouts
+
+
+class Steps:
+    """The steps of a stage without staleness, one after the other; each is trained as soon as it is played."""
+
+    def __init__(self, sets: Sequence[TaskSet], settings: RolloutSettings, seed: int) -> None:
+        self.values: Mapping[str, float] = {}
+        self.controller = step_by_step(sets, settings, seed, lambda step: self.values)
+
+    async def play(self, step: int, values: Mapping[str, float]) -> RolloutBatch:
+        assert step == self.controller.ledger.version
+        self.values = values
+        batch = await self.controller.next_batch()
+        self.controller.trained(batch)
+        return batch.played
+
+
+class PlainSteps:
+    """The steps that a plain loop plays: written down once more, without controller, ledger and player."""
+
+    def __init__(self, sets: Sequence[TaskSet], settings: RolloutSettings, seed: int) -> None:
+        self.sets, self.settings, self.seed = list(sets), settings, seed
+        self.sampler = TaskSampler(self.sets, seed)
+
+    async def play(self, step: int) -> RolloutBatch:
+        kept = GroupFilter(self.sets, self.settings)
+        seed, refilled = key(self.seed, "rl", step), 0
+        sampled = self.sampler.sample(self.settings.tasks)
+        groups = await self._round(kept, sampled, seed)
+        for number in range(self.settings.refill.rounds if self.settings.refill else 0):
+            empty = [place for place, one in enumerate(groups) if not one.is_informative]
+            further = self.sampler.sample_from([sampled[place].set for place in empty])
+            found = await self._round(kept, further, key(seed, "refill", number))
+            for place, one in zip(empty, found, strict=True):
+                kept.dropped[sampled[place].set].append(groups[place].group)
+                groups[place] = one
+                refilled += one.is_informative
+        return kept.batch(groups, [one.set for one in sampled], refilled)
+
+    async def _round(
+        self, kept: GroupFilter, sampled: Sequence[SampledTask], seed: int
+    ) -> list[KeptGroup]:
+        found = []
+        rollouts = rollouts_at(self.sets, self.settings, {})
+        for number, one in enumerate(self.sets):
+            tasks_ = [each.task for each in sampled if each.set == number]
+            own = seed_of_set(seed, number, one.name)
+            groups = [group async for group in rollouts[number].groups(tasks_, own)]
+            by_attempt = {(g.task.id, g.trajectories[0].attempt): g for g in groups}
+            seen_: Counter[str] = Counter()
+            for place, each in enumerate(sampled):
+                if each.set == number:
+                    first = seen_[each.task.id] * self.settings.attempts
+                    found.append((place, by_attempt[each.task.id, first]))
+                    seen_[each.task.id] += 1
+        return [
+            kept.keep(group, sampled[place].set, key(seed, "resample", place))
+            for place, group in sorted(found, key=lambda pair: pair[0])
+        ]
 
 
 def ids(played: RolloutBatch) -> list[str]:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ludus.training.optim.logprobs import action_logprobs, logprobs_of
     from ludus.training.optim.policy_update import policy_update
     from ludus.training.preflight import check_parts
-    from ludus.training.rollout_worker import RolloutBatch, RolloutWorker
+    from ludus.training.rollout_batch import RolloutBatch
     from ludus.training.run_context import (
         RunContext,
         build_rollout,
@@ -67,7 +67,6 @@ __all__ = [
     "Result",
     "RolloutBatch",
     "RolloutSettings",
-    "RolloutWorker",
     "RunContext",
     "RunProgress",
     "ScratchConfig",

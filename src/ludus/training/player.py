@@ -1,32 +1,32 @@
-"""Who plays groups for asynchronous training: a small interface, and a player in this process.
+"""Players of groups: a small interface, and a player in this process.
 
-The controller (`async_rollouts.AsyncRollouts`) tells a player which groups to play, each by a `Deal` that
-says all there is to know, and takes their outcomes as they come. A player knows nothing of batches, versions
-or optimizers, so it can live in another process.
+The controller tells a player which groups to play, each by a `Deal` that says all there is to know, and takes
+their outcomes as they come. A player knows nothing of batches, versions or optimizers, so it can live in
+another process.
 
 Who waits for whom, in this process: every episode is a task of the event loop and waits for one of
 `max_in_flight` places, in the order in which groups were dealt. Outcomes wait in an unbounded queue, which
 holds no more groups than the ledger has slots. While the player is held, no episode begins and no request of
-a running one reaches the engine; tools go on.
+a running one passes the gate to the engine; tools go on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
-from ludus.core.failures import Boundary, EngineError, Failure
-from ludus.core.generation import Completion, Engine, OnTokens, Sampling
-from ludus.core.messages import MediaSpan
+from ludus.core.failures import Boundary, ConfigError, EngineError, Failure
 from ludus.core.task import Task
 from ludus.core.trajectory import Group
+from ludus.rollouts.budgets import Budgets
+from ludus.rollouts.recorder import SamplingGate
+from ludus.rollouts.rollout import Rollout
 from ludus.training.config.rl import RolloutSettings
+from ludus.training.data.curriculum import BUDGETS, STRICTNESS
 from ludus.training.data.task_sampler import TaskSet
-from ludus.training.rollout_worker import rollouts_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,8 @@ class Deal:
     """A group to play: everything that was decided when it was dealt."""
 
     ordinal: int
+    slot: int
+    """Its place among all groups that were dealt, where a refill has that of the group that it replaces."""
     set: int
     """The number of its task set."""
     task: Task
@@ -42,6 +44,8 @@ class Deal:
     attempt: int
     """The number of its first attempt: a task that comes again soon has new ones."""
     seed: int
+    draw: int = 0
+    """The key of what is drawn among its attempts."""
     values: Mapping[str, float] = field(default_factory=dict)
     """The values of curricula."""
     refills: int = 0
@@ -87,20 +91,14 @@ class LocalPlayer:
 
     def __init__(self, sets: Sequence[TaskSet], settings: RolloutSettings) -> None:
         self._settings = settings
-        self._engines = {id(one.rollout.engine): _GatedEngine(one.rollout.engine) for one in sets}
-        self._sets = [
-            replace(
-                one,
-                rollout=replace(one.rollout, engine=self._engines[id(one.rollout.engine)]),
-            )
-            for one in sets
-        ]
+        self._gate = SamplingGate()
+        self._sets = [replace(one, rollout=replace(one.rollout, gate=self._gate)) for one in sets]
         self._drains = any(one.rollout.pools or one.rollout.scorer.state_dict() for one in sets)
         """Whether holding waits for the episodes in flight. They have environments that an evaluation may
         need, and scores would be lost: an evaluation puts rewards' memories back to where they were before
         it."""
         self._places = _Places(max(one.rollout.max_in_flight for one in sets))
-        self._attempts_left: dict[int, _GroupPlaces] = {}
+        self._attempts: dict[int, _GroupPlaces] = {}
         self._running: dict[int, asyncio.Task[None]] = {}
         self._begun: dict[int, tuple[Deal, float]] = {}
         self._arrived: asyncio.Queue[PlayedGroup | BaseException] = asyncio.Queue()
@@ -124,11 +122,11 @@ class LocalPlayer:
 
     async def _group(self, deal: Deal) -> Group:
         rollout = rollouts_at(self._sets, self._settings, deal.values)[deal.set]
-        places = self._attempts_left[deal.ordinal] = _GroupPlaces(self._places, rollout.attempts)
+        places = self._attempts[deal.ordinal] = _GroupPlaces(self._places, rollout.attempts)
         try:
             return await rollout.group(deal.task, deal.attempt, deal.seed, places)
         finally:
-            del self._attempts_left[deal.ordinal]
+            del self._attempts[deal.ordinal]
 
     async def outcome(self) -> PlayedGroup:
         return _unwrapped(await self._arrived.get())
@@ -140,14 +138,12 @@ class LocalPlayer:
         self._places.close()
         if self._drains:
             await self._places.empty()
-            scored = [o for o, places in self._attempts_left.items() if not places.left]
+            scored = [o for o, places in self._attempts.items() if not places.left]
             await asyncio.gather(*(self._running[ordinal] for ordinal in scored))
-        for engine in self._engines.values():
-            engine.gate.clear()
+        self._gate.close()
 
     def release(self) -> None:
-        for engine in self._engines.values():
-            engine.gate.set()
+        self._gate.open()
         self._places.open()
 
     def describe(self, ordinal: int) -> str:
@@ -156,16 +152,15 @@ class LocalPlayer:
         deal, begun = self._begun[ordinal]
         prefix = f"{deal.seed:x}/{deal.task.id}/"
         own = range(deal.attempt, deal.attempt + self._settings.attempts)
-        phases = Counter(
-            phase
-            for engine in self._engines.values()
-            for session, phase in engine.phases.items()
-            if session.startswith(prefix) and int(session.split("/")[-2]) in own
-        )
-        shown = ", ".join(f"{count} {phase}" for phase, count in phases.items())
+        sessions = [one for one in self._gate.sampling if one.startswith(prefix)]
+        sampling = len({one.split("/")[-2] for one in sessions if int(one.split("/")[-2]) in own})
+        places = self._attempts.get(ordinal)
+        others = max(0, (places.taken if places is not None else 0) - sampling)
+        phases = ((sampling, "at the engine"), (others, "at tools or rewards"))
+        shown = ", ".join(f"{count} {phase}" for count, phase in phases if count)
         return (
             f"group {ordinal} (task {deal.task.id!r}, begun {time.monotonic() - begun:.0f} s ago; its "
-            f"episodes in flight: {shown or 'none at the engine yet'})"
+            f"episodes in flight: {shown or 'none yet'})"
         )
 
     async def close(self) -> None:
@@ -175,6 +170,7 @@ class LocalPlayer:
         await asyncio.gather(*running, return_exceptions=True)
         self._running.clear()
         self._begun.clear()
+        self._arrived = asyncio.Queue()
 
 
 def _unwrapped(found: PlayedGroup | BaseException) -> PlayedGroup:
@@ -227,55 +223,45 @@ class _GroupPlaces:
     """The places as the attempts of one group take them, and how many attempts have not ended."""
 
     def __init__(self, places: _Places, attempts: int) -> None:
-        self._places, self.left = places, attempts
+        self._places, self.left, self.taken = places, attempts, 0
 
     async def __aenter__(self) -> None:
         await self._places.acquire()
+        self.taken += 1
 
     async def __aexit__(self, *_: object) -> None:
         self._places.release()
         self.left -= 1
+        self.taken -= 1
 
 
-class _GatedEngine(Engine):
-    """An engine whose generations wait at a gate; also what every session is doing."""
+def rollouts_at(
+    sets: Sequence[TaskSet], settings: RolloutSettings, values: Mapping[str, float]
+) -> list[Rollout]:
+    """Each set's rollout under the values of a curriculum."""
+    strictness = values.get(STRICTNESS)
+    if strictness is not None and not any(s.rollout.scorer.takes_strictness for s in sets):
+        raise ConfigError(
+            f"a curriculum moves {STRICTNESS}, but no reward takes it: give one a keyword-only "
+            "parameter `strictness` with a default"
+        )
+    return [
+        replace(
+            one.rollout,
+            attempts=settings.attempts,
+            tree=settings.tree,
+            zero_over_time=settings.broken.over_time == "verltool",
+            budgets=budgets_at(one.rollout.budgets, values, one.limits),
+            scorer=one.rollout.scorer.at_strictness(strictness),
+        )
+        for one in sets
+    ]
 
-    def __init__(self, inner: Engine) -> None:
-        self._inner = inner
-        self.gate = asyncio.Event()
-        self.gate.set()
-        self.phases: dict[str, str] = {}
 
-    @property
-    def policy_version(self) -> int:
-        return self._inner.policy_version
-
-    async def generate(
-        self,
-        tokens: Sequence[int],
-        sampling: Sampling,
-        *,
-        session: str | None = None,
-        media: Sequence[MediaSpan] = (),
-        on_tokens: OnTokens | None = None,
-    ) -> Completion:
-        await self.gate.wait()
-        if session is None:
-            return await self._inner.generate(tokens, sampling, media=media, on_tokens=on_tokens)
-        self.phases[session] = "at the engine"
-        try:
-            return await self._inner.generate(
-                tokens, sampling, session=session, media=media, on_tokens=on_tokens
-            )
-        finally:
-            self.phases[session] = "at tools or rewards"
-
-    async def fork(self, session: str, into: str) -> None:
-        await self._inner.fork(session, into)
-
-    async def release(self, session: str) -> None:
-        self.phases.pop(session, None)
-        await self._inner.release(session)
-
-    async def abort(self, session: str) -> None:
-        await self._inner.abort(session)
+def budgets_at(
+    budgets: Budgets, values: Mapping[str, float], limits: Mapping[str, float] | None = None
+) -> Budgets:
+    """The budgets with those that a curriculum sets. A task set's own limits stay: the smaller one holds."""
+    moved = {n.removeprefix(BUDGETS): int(v) for n, v in values.items() if n.startswith(BUDGETS)}
+    held = {name: min(value, (limits or {}).get(name, value)) for name, value in moved.items()}
+    return Budgets.parse({**budgets.model_dump(), **held}, "the curriculum") if held else budgets

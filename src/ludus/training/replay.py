@@ -19,7 +19,7 @@ from ludus.observe import RunFolder, read_groups, read_notes, with_images
 from ludus.training.config.recipe import Recipe
 from ludus.training.config.rl import RolloutSettings
 from ludus.training.data.task_sampler import TaskSet
-from ludus.training.rollout_worker import GroupFilter, RolloutBatch
+from ludus.training.rollout_batch import GroupFilter, RolloutBatch
 
 
 @dataclass(frozen=True, slots=True)

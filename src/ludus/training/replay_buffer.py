@@ -28,7 +28,7 @@ from ludus.rollouts.rollout import Rollout
 from ludus.tools.versions import tool_versions
 from ludus.training.config.rl import ReplayBufferConfig, RolloutSettings
 from ludus.training.data.task_sampler import TaskSet
-from ludus.training.rollout_worker import GroupFilter, RolloutBatch
+from ludus.training.rollout_batch import GroupFilter, RolloutBatch
 
 STORED = "replay.parquet"
 REASONS = ("age", "versions", "tools", "uses")

@@ -50,7 +50,7 @@ from ludus.training.optim.update_metrics import (
     of_update,
     sampled_by,
 )
-from ludus.training.rollout_worker import RolloutBatch
+from ludus.training.rollout_batch import RolloutBatch
 
 
 def algorithm_of(config: RLConfig) -> Algorithm:

@@ -14,8 +14,8 @@ from typing import Any, TypeVar, cast
 
 from ludus.core.task import Task
 from ludus.rollouts.rollout import Rollout
-from ludus.training.async_rollouts import AsyncRollouts, StalledError
 from ludus.training.config.rl import RolloutSettings
+from ludus.training.controller import RolloutController, StalledError
 from ludus.training.data.task_sampler import TaskSet
 from ludus.training.ledger import Ledger, Phase
 from ludus.training.simulation.cluster import SimulatedPlayer
@@ -65,7 +65,7 @@ async def _run(config: SimulationConfig) -> SimulatedRun:
     # no rollout: the player does without
     sets = [TaskSet("simulated", 1.0, tasks, [], cast(Rollout, None))]
     settings = RolloutSettings(tasks=config.tasks, attempts=config.attempts)
-    rollouts = AsyncRollouts(
+    rollouts = RolloutController(
         sets, settings, config.seed, ledger, player, lambda step: {}, stall_seconds=1e9
     )
     lags: list[int] = []

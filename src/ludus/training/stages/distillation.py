@@ -35,11 +35,11 @@ from ludus.training.config.parts import Parts
 from ludus.training.config.recipe import Recipe
 from ludus.training.config.rl import RolloutSettings
 from ludus.training.config.stages import DistillationConfig
+from ludus.training.controller import step_by_step
 from ludus.training.data.batch import Batch
 from ludus.training.data.micro_batches import MicroBatch
 from ludus.training.models.loading import check_source, load_model, tokenizer_of
 from ludus.training.optim.learner import Learner, frozen
-from ludus.training.rollout_worker import RolloutWorker
 from ludus.training.run_context import RunContext
 from ludus.training.stages.base import Stage, StepResult, check_failures, check_readable, timing_metrics
 
@@ -54,7 +54,7 @@ class DistillationStage(Stage[DistillationConfig]):
             Learner, context.policy, config.optimizer, config.steps, temperature, self.seed
         )
         playing = RolloutSettings(config.tasks, config.attempts)
-        self._worker = RolloutWorker(context.task_sets, playing, self.seed)
+        self._rollouts = step_by_step(context.task_sets, playing, self.seed)
         self._teacher: nn.Module | None = None
 
     @classmethod
@@ -79,7 +79,8 @@ class DistillationStage(Stage[DistillationConfig]):
     async def advance(self, number: int) -> StepResult:
         assert self._teacher is not None
         started = time.perf_counter()
-        played = await self._worker.play(number, {})
+        batch = await self._rollouts.next_batch()
+        played = batch.played
         check_failures(played.groups, self.context.recipe.max_failures, scored=False)
         said = [t for group in played.groups for t in group.trajectories if _is_whole(t)]
         check_readable(said, self._teacher, "for the teacher, episode")
@@ -87,17 +88,18 @@ class DistillationStage(Stage[DistillationConfig]):
         ready = time.perf_counter()
         with self.updating_weights():
             metrics = self.update(distill, self._learner, said, self._teacher, number)
+        self._rollouts.trained(batch)
         metrics |= rollout_metrics(played.groups)
         metrics |= timing_metrics(played.groups, ready - started, time.perf_counter() - ready)
         return StepResult(metrics, played.groups)
 
     def save(self, folder: Path) -> None:
-        state = {"player": self._worker.state_dict()}
+        state = {"rollouts": self._rollouts.save(folder)}
         self.context.ranks.run(save_learner, folder, self._learner, state)
 
     def load(self, folder: Path) -> None:
         state = self.context.ranks.run(load_learner, folder, self._learner)
-        self._worker.load_state_dict(state["player"])
+        self._rollouts.load(folder, state["rollouts"])
 
 
 def distill(

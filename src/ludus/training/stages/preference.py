@@ -45,12 +45,12 @@ from ludus.training.config.parts import Parts, errors_at
 from ludus.training.config.recipe import Recipe
 from ludus.training.config.rl import RolloutSettings
 from ludus.training.config.stages import PreferenceConfig
+from ludus.training.controller import NextBatch, step_by_step
 from ludus.training.data.batch import Batch
 from ludus.training.data.conversations import read_labelled, read_pairs, trajectory_of
 from ludus.training.data.micro_batches import MicroBatch
 from ludus.training.data.task_sampler import items_of_step
 from ludus.training.optim.learner import Learner
-from ludus.training.rollout_worker import RolloutWorker
 from ludus.training.run_context import RunContext, tool_specs
 from ludus.training.stages.base import (
     Stage,
@@ -285,8 +285,8 @@ class PreferenceStage(Stage[PreferenceConfig]):
             Learner, context.policy, config.optimizer, config.steps, temperature, self.seed
         )
         mining = RolloutSettings(config.tasks, config.attempts)
-        self._worker = (
-            RolloutWorker(context.task_sets, mining, self.seed) if config.pairs is None else None
+        self._rollouts = (
+            step_by_step(context.task_sets, mining, self.seed) if config.pairs is None else None
         )
         self._given: Sequence[Pair | Labelled] = []
         self._found_any = False
@@ -324,13 +324,14 @@ class PreferenceStage(Stage[PreferenceConfig]):
         groups: Sequence[Group] = []
         metrics: dict[str, float] = {}
         learned: Sequence[Pair | Labelled]
-        if self._worker is None:
+        batch: NextBatch | None = None
+        if self._rollouts is None:
             seed = key(self.seed, "dpo")
             learned = items_of_step(self._given, number, self.config.batch, seed)
         else:
-            played = await self._worker.play(number, {})
-            check_failures(played.groups, self.context.recipe.max_failures)
-            groups = played.groups
+            batch = await self._rollouts.next_batch()
+            groups = batch.played.groups
+            check_failures(groups, self.context.recipe.max_failures)
             pairs = pairs_of(groups, self.config.margin)
             metrics = rollout_metrics(groups)
             self._note_found(number, pairs)
@@ -339,6 +340,8 @@ class PreferenceStage(Stage[PreferenceConfig]):
         metrics["pairs"] = len(learned)
         with self.updating_weights():
             metrics |= self.update(prefer, self._learner, learned, self._reference, self.config, number)
+        if self._rollouts is not None and batch is not None:
+            self._rollouts.trained(batch)
         return StepResult({**metrics, "step_seconds": time.perf_counter() - started}, groups)
 
     def _note_found(self, number: int, pairs: Sequence[Pair]) -> None:
@@ -353,14 +356,14 @@ class PreferenceStage(Stage[PreferenceConfig]):
             )
 
     def save(self, folder: Path) -> None:
-        player = self._worker.state_dict() if self._worker is not None else None
-        state = {"player": player, "found_any": self._found_any}
+        rollouts = self._rollouts.save(folder) if self._rollouts is not None else None
+        state = {"rollouts": rollouts, "found_any": self._found_any}
         self.context.ranks.run(save_learner, folder, self._learner, state)
 
     def load(self, folder: Path) -> None:
         state = self.context.ranks.run(load_learner, folder, self._learner)
-        if self._worker is not None:
-            self._worker.load_state_dict(state["player"])
+        if self._rollouts is not None:
+            self._rollouts.load(folder, state["rollouts"])
             self._found_any = state["found_any"]
 
 

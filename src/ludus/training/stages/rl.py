@@ -1,8 +1,8 @@
 """Reinforcement learning: play, score, update.
 
-With `staleness = 0` a step plays all its episodes, then pauses the engine and updates. Above 0 episodes are
-played all the time (`async_rollouts`): a step takes the next batch of finished groups and pauses the engine
-for the update alone, which runs in a thread so that tools and their deadlines go on. Requests in flight then
+A step takes the next batch of finished groups (`controller`). With `staleness = 0` its episodes are played
+then, and the update blocks the event loop. Above 0 episodes are played all the time: the engine is paused for
+the update alone, which runs in a thread so that tools and their deadlines go on. Requests in flight then
 go on with the new weights. Engines in other processes are not paused: they sample during the update, too. Once
 an update has begun, a cancelled run waits until the engine has its result.
 """
@@ -25,7 +25,6 @@ from ludus.remote.threads import run_to_the_end
 from ludus.rewards import Scorer
 from ludus.rollouts.branching import check_forkable
 from ludus.rollouts.chat import asking_policy
-from ludus.training.async_rollouts import AsyncBatch, AsyncRollouts, within
 from ludus.training.checkpoint import (
     check_sync,
     load_learner,
@@ -39,6 +38,7 @@ from ludus.training.config.parts import Parts, TaskSetSpec, task_set_specs
 from ludus.training.config.recipe import Recipe
 from ludus.training.config.rl import CriticConfig, RLConfig
 from ludus.training.config.stages import OptimizerConfig
+from ludus.training.controller import NextBatch, RolloutController, step_by_step, within
 from ludus.training.data.curriculum import DIFFICULTY, STRICTNESS, Curriculum
 from ludus.training.data.task_sampler import difficulty_of
 from ludus.training.ledger import Ledger
@@ -47,7 +47,7 @@ from ludus.training.optim.learner import Learner
 from ludus.training.optim.policy_update import algorithm_of, policy_update
 from ludus.training.player import Deal, LocalPlayer
 from ludus.training.replay_buffer import ReplayBuffer, code_versions
-from ludus.training.rollout_worker import RolloutBatch, RolloutWorker
+from ludus.training.rollout_batch import RolloutBatch
 from ludus.training.run_context import RunContext
 from ludus.training.stages.base import Stage, StepResult, check_failures, timing_metrics
 
@@ -65,12 +65,12 @@ class RLStage(Stage[RLConfig]):
         self._learner = context.ranks.make(
             Learner, context.policy, config.optimizer, total, temperature, self.seed
         )
-        self._worker = RolloutWorker(context.task_sets, config.rollouts, self.seed)
         self._algorithm = context.ranks.make(algorithm_of, config)
         self._curriculum = Curriculum(config.curriculum)
-        plays_on = config.staleness > 0 and context.recording is None
-        self._rollouts = self._async_rollouts() if plays_on else None
-        """What plays while others are trained on."""
+        self._rollouts = self._controller() if context.recording is None else None
+        """What plays; None for a run that learns from a recording."""
+        self._plays_on = config.staleness > 0 and context.recording is None
+        """Whether groups are played while others are trained on."""
         self._updated = time.perf_counter()
         """When the last step ended."""
         self._kl = config.kl
@@ -106,10 +106,12 @@ class RLStage(Stage[RLConfig]):
             values = ranks.shard(ValueModel(made.model, own_trunk=settings.kind == "model"))
             self._critic = ranks.make(Critic, made.policy, settings, total, self.seed, values)
 
-    def _async_rollouts(self) -> AsyncRollouts:
+    def _controller(self) -> RolloutController:
         config, sets = self.config, self.context.task_sets
+        if not config.staleness:
+            return step_by_step(sets, config.rollouts, self.seed, self._curriculum.values)
         total = config.steps * config.tasks
-        return AsyncRollouts(
+        return RolloutController(
             sets,
             config.rollouts,
             self.seed,
@@ -120,25 +122,33 @@ class RLStage(Stage[RLConfig]):
         )
 
     async def advance(self, number: int) -> StepResult:
-        if self._rollouts is not None:
-            batch = await self._rollouts.next_batch()
-            check_failures(
-                [*batch.played.groups, *batch.played.dropped], self.context.recipe.max_failures
-            )
-            await self._end_rollouts(batch.played)
-            return await run_to_the_end(self._train_async(number, batch, self._rollouts))
         started = time.perf_counter()
+        if self._rollouts is None:
+            played = self._recorded(number)
+            self._check(played)
+            return await self._train(number, played, started)
+        batch = await self._rollouts.next_batch()
+        self._check(batch.played)
+        await self._end_rollouts(batch.played)
+        if self._plays_on:
+            return await run_to_the_end(self._train_async(number, batch, self._rollouts))
+        result = await self._train(number, batch.played, started)
+        self._rollouts.trained(batch)
+        return result
+
+    def _recorded(self, number: int) -> RolloutBatch:
+        """What the run that is replayed learned from in this step."""
+        assert self.context.recording is not None
+        stages = self.context.recipe.stages[: int(self.folder.name)]
+        step = sum(stage.total_steps for stage in stages) + number + 1
+        return self.context.recording.batch(step, self.context.task_sets, self.config.rollouts)
+
+    def _check(self, played: RolloutBatch) -> None:
+        check_failures([*played.groups, *played.dropped], self.context.recipe.max_failures)
+
+    async def _train(self, number: int, played: RolloutBatch, started: float) -> StepResult:
+        """Pause the engine and update, all else waiting."""
         values = self._curriculum.values(number)
-        recording, stages = self.context.recording, self.context.recipe.stages
-        if recording is not None:
-            before = sum(stage.total_steps for stage in stages[: int(self.folder.name)])
-            played = recording.batch(before + number + 1, self.context.task_sets, self.config.rollouts)
-        else:
-            played = await self._worker.play(number, values)
-        everything = [*played.groups, *played.dropped]
-        check_failures(everything, self.context.recipe.max_failures)
-        if recording is None:
-            await self._end_rollouts(played)
         await self.context.pause_sampling()
         ready = time.perf_counter()
         with self.updating_weights():
@@ -150,7 +160,7 @@ class RLStage(Stage[RLConfig]):
         metrics |= self.context.engine.metrics()
         self._curriculum.observe(metrics)
         notes = [{"set": self.context.task_sets[one].name, "curriculum": values} for one in played.sets]
-        return StepResult(metrics, played.groups if recording is None else (), notes=notes)
+        return StepResult(metrics, () if self._rollouts is None else played.groups, notes=notes)
 
     async def _end_rollouts(self, played: RolloutBatch) -> None:
         """Let rewards change with the policy, while the engine can still be asked."""
@@ -165,7 +175,9 @@ class RLStage(Stage[RLConfig]):
             with asking_policy(rollout.policy):
                 await rollout.scorer.end_step(own)
 
-    async def _train_async(self, number: int, batch: AsyncBatch, rollouts: AsyncRollouts) -> StepResult:
+    async def _train_async(
+        self, number: int, batch: NextBatch, rollouts: RolloutController
+    ) -> StepResult:
         """Update while the engine is paused, and let it go on; nothing of it is cut off."""
         engine, played, limit = self.context.engine, batch.played, self.config.stall_seconds
         version, ledger = engine.policy_version, rollouts.ledger
@@ -228,7 +240,7 @@ class RLStage(Stage[RLConfig]):
 
     @asynccontextmanager
     async def holding(self) -> AsyncIterator[None]:
-        if self._rollouts is None:
+        if self._rollouts is None or not self._plays_on:
             yield
             return
         await self._rollouts.hold()
@@ -238,7 +250,7 @@ class RLStage(Stage[RLConfig]):
             self._rollouts.release()
 
     async def sync_engine(self) -> None:
-        if self._rollouts is None:
+        if not self._plays_on:
             await super().sync_engine()
 
     async def end(self) -> None:
@@ -266,7 +278,6 @@ class RLStage(Stage[RLConfig]):
 
     def save(self, folder: Path) -> None:
         state = {
-            "player": self._worker.state_dict(),
             "rollouts": None if self._rollouts is None else self._rollouts.save(folder),
             "curriculum": self._curriculum.state_dict(),
             "kl": self._kl,
@@ -283,7 +294,6 @@ class RLStage(Stage[RLConfig]):
     def load(self, folder: Path) -> None:
         ranks = self.context.ranks
         state = ranks.run(load_learner, folder, self._learner)
-        self._worker.load_state_dict(state["player"])
         if self._rollouts is not None:
             self._rollouts.load(folder, state["rollouts"])
         self._curriculum.load_state_dict(state["curriculum"])

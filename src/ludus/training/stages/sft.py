@@ -26,13 +26,13 @@ from ludus.training.config.parts import Parts, demonstrations_of, errors_at
 from ludus.training.config.recipe import Recipe
 from ludus.training.config.rl import RolloutSettings
 from ludus.training.config.stages import RejectionConfig, SFTConfig
+from ludus.training.controller import step_by_step
 from ludus.training.data.batch import Batch
 from ludus.training.data.conversations import read_conversations
 from ludus.training.data.micro_batches import MicroBatch
 from ludus.training.data.task_sampler import items_of_step
 from ludus.training.optim.learner import Learner, Metrics
 from ludus.training.optim.logprobs import logprobs_of
-from ludus.training.rollout_worker import RolloutWorker
 from ludus.training.run_context import RunContext, tool_specs
 from ludus.training.stages.base import (
     Stage,
@@ -188,7 +188,7 @@ class RejectionStage(Stage[RejectionConfig]):
         super().__init__(context, folder, config)
         self._learner = self._new_learner()
         exploring = RolloutSettings(config.tasks, config.attempts)
-        self._worker = RolloutWorker(context.task_sets, exploring, self.seed)
+        self._rollouts = step_by_step(context.task_sets, exploring, self.seed)
         self._kept: list[Trajectory] = []
         self._shown: list[Trajectory] = []
         """Demonstrations that are imitated beside them."""
@@ -228,13 +228,15 @@ class RejectionStage(Stage[RejectionConfig]):
             load_start(self.context, self.folder, self.is_resumed)  # written down, to return to
 
     async def _explore(self, round_number: int) -> list[Group]:
-        played = await self._worker.play(round_number, {})
+        batch = await self._rollouts.next_batch()
+        played = batch.played
         check_failures(played.groups, self.context.recipe.max_failures)
         await self.context.pause_sampling()
         self._kept = [t for group in played.groups for t in chosen(group, self.config)]
         self._found_any |= bool(self._kept)
         if not (self._kept or self._shown):
             self._note_empty(round_number)
+        self._rollouts.trained(batch)  # nothing is awaited from here to the end of the step
         return played.groups
 
     def _note_empty(self, round_number: int) -> None:
@@ -265,14 +267,14 @@ class RejectionStage(Stage[RejectionConfig]):
         return made.ranks.make(Learner, made.policy, self.config.optimizer, total, seed=self.seed)
 
     def save(self, folder: Path) -> None:
-        state = {"player": self._worker.state_dict(), "found_any": self._found_any}
+        state = {"rollouts": self._rollouts.save(folder), "found_any": self._found_any}
         self.context.ranks.run(save_learner, folder, self._learner, state)
         write_trajectories(folder / _KEPT, self._kept)
         keep_images(folder, self._kept)
 
     def load(self, folder: Path) -> None:
         state = self.context.ranks.run(load_learner, folder, self._learner)
-        self._worker.load_state_dict(state["player"])
+        self._rollouts.load(folder, state["rollouts"])
         self._found_any = state["found_any"]
         self._kept = with_images(read_trajectories(folder / _KEPT), folder / _KEPT)
 

@@ -1,4 +1,4 @@
-"""The controller of asynchronous training and its player in this process, on a fake engine."""
+"""The controller of rollouts and its player in this process, on a fake engine."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from worker_parts import engine, right, rl, seen, task_set, tasks
+from worker_parts import PlainSteps, engine, right, rl, seen, task_set, tasks
 
 import ludus
 from ludus.core import ConfigError, EngineError
 from ludus.rewards import reward
-from ludus.training import RLConfig, RolloutWorker, TaskSet
-from ludus.training.async_rollouts import AsyncBatch, AsyncRollouts, StalledError
+from ludus.training import RLConfig, TaskSet
+from ludus.training.controller import NextBatch, RolloutController, StalledError, step_by_step
 from ludus.training.ledger import Ledger, Phase
 from ludus.training.player import LocalPlayer
 
@@ -34,14 +34,14 @@ def rollouts(
     values_at: Any = lambda step: {},
     stall_seconds: float = 60.0,
     **settings: Any,
-) -> AsyncRollouts:
+) -> RolloutController:
     config = rl(**settings)
     ledger = Ledger(config.tasks, staleness, window, steps * config.tasks)
     player = LocalPlayer(sets, config)
-    return AsyncRollouts(sets, config, seed, ledger, player, values_at, stall_seconds=stall_seconds)
+    return RolloutController(sets, config, seed, ledger, player, values_at, stall_seconds=stall_seconds)
 
 
-async def train_all(playing: AsyncRollouts, updates: Any = None) -> list[AsyncBatch]:
+async def train_all(playing: RolloutController, updates: Any = None) -> list[NextBatch]:
     """Take every batch and train it, which takes no time unless `updates` lets it."""
     batches = []
     while playing.ledger.phase is not Phase.ENDED:
@@ -54,27 +54,38 @@ async def train_all(playing: AsyncRollouts, updates: Any = None) -> list[AsyncBa
     return batches
 
 
-def ordinals(batches: list[AsyncBatch]) -> list[list[int]]:
+def ordinals(batches: list[NextBatch]) -> list[list[int]]:
     return [[deal.ordinal for deal in batch.deals] for batch in batches]
 
 
-def flat(batches: list[AsyncBatch]) -> list[int]:
+def flat(batches: list[NextBatch]) -> list[int]:
     return [ordinal for batch in ordinals(batches) for ordinal in batch]
 
 
-async def test_without_staleness_it_plays_what_the_synchronous_worker_plays() -> None:
+@pytest.mark.parametrize("refill", [{}, {"refill": {"rounds": 2}}], ids=["whole", "refilled"])
+async def test_without_staleness_it_plays_what_a_plain_loop_plays(refill: dict[str, Any]) -> None:
+    draw = random.Random(2)
+
+    def words(task: str, attempt: int) -> str:
+        return first_is_right(task, attempt) if int(task[-1]) % 2 else "right"
+
     def sets() -> list[TaskSet]:
-        shared = engine(first_is_right)
+        shared = engine(words, seconds=lambda tokens: draw.random() * 0.003)
         return [
             task_set(tasks(5), shared, name="a", weight=2),
             task_set(tasks(3, "b"), shared, name="b"),
         ]
 
-    settings = {"tasks": 6, "attempts": 4, "keep_attempts": 2}
-    worker = RolloutWorker(sets(), rl(**settings), 3)
-    expected = [await worker.play(step, {}) for step in range(5)]
+    settings = {"tasks": 6, "attempts": 4, "keep_attempts": 2, **refill}
+    plain = PlainSteps(sets(), rl(**settings), 3)
+    expected = [await plain.play(step) for step in range(5)]
     found = await train_all(rollouts(sets(), staleness=0, steps=5, **settings))
     assert [seen(batch.played) for batch in found] == [seen(played) for played in expected]
+    stepwise = step_by_step(sets(), rl(**settings), 3)
+    for played in expected:
+        batch = await stepwise.next_batch()
+        assert seen(batch.played) == seen(played)
+        stepwise.trained(batch)
 
 
 async def test_batches_are_in_order_and_every_ordinal_comes_once() -> None:
@@ -124,7 +135,7 @@ async def test_refills_go_by_success_as_in_synchronous_training(tmp_path: Path) 
 
     settings = {"refill": {"rounds": 1}, "overlong": {"longest": 12, "buffer": 10}}
 
-    def playing(**more: Any) -> AsyncRollouts:
+    def playing(**more: Any) -> RolloutController:
         one = task_set(tasks(4), rewards=[right, bonus])
         return rollouts([one], steps=2, **settings, **more)
 

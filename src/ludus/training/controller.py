@@ -1,17 +1,24 @@
-"""The controller of asynchronous training: deals groups to a player, and makes batches of what comes back.
+"""The controller of rollouts: deals groups to a player, and makes batches of what comes back.
 
     sample   a task, the values of curricula and a seed: fixed when a group is dealt, and recorded (`Deal`)
     play     a `Player` plays as many groups as the ledger has slots
     keep     shape rewards, resample attempts; a group without signal is replaced by another one (refill)
     take     the ledger says which groups are the next batch, and bounds how stale they are
-    train    whoever trains says so, and slots are free
+    train    whatever trains says so, and slots are free
 
-Who waits for whom: the trainer waits for the groups of its next batch, the player's episodes for the engine.
-No wait is silent: where no group finishes for `stall_seconds`, the run ends with what it waited for.
+Without staleness (`step_by_step`) a step is played when its batch is asked for, and is a function of the seed
+and the step alone: outcomes are looked at when all of a round have come, in the order of their ordinals, so
+that which episode ends first decides nothing. A round of refills begins when the round before has ended. What
+ends early, by an error or a cancellation, leaves the controller as it was before the step.
+
+With staleness groups are played all the time. Who waits for whom: the trainer waits for the groups of its next
+batch, the player's episodes for the engine. No wait is silent: where no group finishes for `stall_seconds`, the
+run ends with what it waited for. Without staleness the episodes' own limits are all there is to wait for.
 
 What a checkpoint has: the ledger, the deals of all groups under way, the place in the tasks, and in
 `groups.parquet` the episodes of groups that are finished and not trained. A resumed run plays again what was
-in flight, under the same ordinals, and so trains every ordinal exactly once.
+in flight, under the same ordinals, and so trains every ordinal exactly once. A step without staleness that was
+not trained begins again.
 """
 
 from __future__ import annotations
@@ -21,7 +28,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,8 +41,8 @@ from ludus.training.config.rl import RolloutSettings
 from ludus.training.data.curriculum import DIFFICULTY
 from ludus.training.data.task_sampler import TaskSampler, TaskSet, seed_of_set
 from ludus.training.ledger import Ledger
-from ludus.training.player import Deal, PlayedGroup, Player
-from ludus.training.rollout_worker import GroupFilter, KeptGroup, RolloutBatch
+from ludus.training.player import Deal, LocalPlayer, PlayedGroup, Player
+from ludus.training.rollout_batch import GroupFilter, KeptGroup, RolloutBatch
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +58,8 @@ class StalledError(LudusError):
     """Something that was waited for did not come in time."""
 
 
-async def within(seconds: float, what: Callable[[], str], awaited: Awaitable[T]) -> T:
-    """Await something; where it takes longer, the error and the log say what was waited for."""
+async def within(seconds: float | None, what: Callable[[], str], awaited: Awaitable[T]) -> T:
+    """Await something; where it takes longer, the error and the log say what was waited for. None: no limit."""
     try:
         async with asyncio.timeout(seconds) as deadline:
             return await awaited
@@ -65,7 +72,7 @@ async def within(seconds: float, what: Callable[[], str], awaited: Awaitable[T])
 
 
 @dataclass(frozen=True, slots=True)
-class AsyncBatch:
+class NextBatch:
     """The groups of a step, each with its deal."""
 
     played: RolloutBatch
@@ -74,7 +81,7 @@ class AsyncBatch:
     """Seconds that were spent waiting for them."""
 
 
-class AsyncRollouts:
+class RolloutController:
     """Deals groups to a player for as long as the ledger has slots, and gives batches to the trainer."""
 
     def __init__(
@@ -86,7 +93,7 @@ class AsyncRollouts:
         player: Player,
         values_at: Callable[[int], Mapping[str, float]],
         *,
-        stall_seconds: float = 3600.0,
+        stall_seconds: float | None = None,
     ) -> None:
         self._sets, self._settings, self._seed = list(sets), settings, seed
         self.ledger, self._player, self._values_at = ledger, player, values_at
@@ -95,14 +102,38 @@ class AsyncRollouts:
         self._deals: dict[int, Deal] = {}
         self._groups: dict[int, KeptGroup] = {}
         self._filter = GroupFilter(self._sets, settings)
-        self._refills: deque[tuple[int, int]] = deque()
-        """(set, refills so far) of the groups that stand in for replaced ones, to be dealt next."""
+        self._refills: deque[tuple[int, int, int]] = deque()
+        """(slot, set, refills so far) of the groups that stand in for replaced ones, to be dealt next."""
         self._refilled = 0
-        self._block, self._seen = -1, Counter[tuple[int, str]]()
-        """How often tasks have come among the ordinals of one step's size, which share a seed."""
+        self._slots = 0
+        """How many groups have been dealt, refills left out."""
+        self._dealt: Counter[tuple[int, int]] = Counter()
+        """How many groups each (step, round of refills) has had, for the steps that may get more."""
+        self._seen: Counter[tuple[int, int, int, str]] = Counter()
+        """How often tasks have come among these: (step, round, set, task)."""
+        self._before: Json | None = None
+        """Without staleness: the state before the step that has not been trained yet."""
 
-    async def next_batch(self) -> AsyncBatch:
+    @property
+    def _plays_on(self) -> bool:
+        """Whether groups are played while others are trained."""
+        return self.ledger.staleness > 0
+
+    async def next_batch(self) -> NextBatch:
         """The next step's groups, as soon as they are finished. `trained` is to be called with it."""
+        if self._plays_on:
+            return await self._next_batch()
+        if self._before is not None:
+            self._restore(self._before)  # the last step was not trained: it begins again
+        self._before = self._state()
+        try:
+            return await self._next_batch()
+        except BaseException:
+            await self._player.close()
+            self._restore(self._before)
+            raise
+
+    async def _next_batch(self) -> NextBatch:
         started = time.perf_counter()
         self._receive(self._player.outcomes())
         while True:
@@ -110,23 +141,41 @@ class AsyncRollouts:
             ordinals = self.ledger.take()
             if ordinals is not None:
                 break
-            self._receive([await within(self._stall_seconds, self._waiting_for, self._player.outcome())])
-        deals = [self._deals[ordinal] for ordinal in ordinals]
-        groups = [self._groups[ordinal] for ordinal in ordinals]
+            self._receive(await self._outcomes())
+        deals = sorted((self._deals[ordinal] for ordinal in ordinals), key=lambda deal: deal.slot)
+        groups = [self._groups[deal.ordinal] for deal in deals]
         played = self._filter.batch(groups, [deal.set for deal in deals], self._refilled)
-        return AsyncBatch(played, deals, time.perf_counter() - started)
+        return NextBatch(played, deals, time.perf_counter() - started)
 
-    def trained(self, batch: AsyncBatch) -> None:
+    async def _outcomes(self) -> list[PlayedGroup]:
+        """The next outcome; without staleness those of all groups in flight."""
+        count = 1 if self._plays_on else len(self.ledger.in_flight())
+        found = [
+            await within(self._stall_seconds, self._waiting_for, self._player.outcome())
+            for _ in range(count)
+        ]
+        return sorted(found, key=lambda one: one.ordinal)
+
+    def trained(self, batch: NextBatch) -> None:
         """The batch has been trained: its slots go to further groups."""
         ordinals = [deal.ordinal for deal in batch.deals]
         self.ledger.train(ordinals)
         for ordinal in ordinals:
             del self._deals[ordinal], self._groups[ordinal]
-        self._filter, self._refilled = GroupFilter(self._sets, self._settings), 0
-        self._receive(self._player.outcomes())
-        self._fill()
+        self._filter, self._refilled, self._before = GroupFilter(self._sets, self._settings), 0, None
+        slots = [
+            self._slots,
+            *(deal.slot for deal in self._deals.values()),
+            *(r[0] for r in self._refills),
+        ]
+        open_steps = {slot // self.ledger.batch for slot in slots}
+        self._dealt = Counter({key: n for key, n in self._dealt.items() if key[0] in open_steps})
+        self._seen = Counter({key: n for key, n in self._seen.items() if key[0] in open_steps})
+        if self._plays_on:
+            self._receive(self._player.outcomes())
+            self._fill()
 
-    def notes(self, batch: AsyncBatch) -> list[Json]:
+    def notes(self, batch: NextBatch) -> list[Json]:
         """What is recorded of each group beside its episodes."""
         return [
             {"ordinal": d.ordinal, "set": self._sets[d.set].name, "curriculum": dict(d.values)}
@@ -160,32 +209,34 @@ class AsyncRollouts:
     def _deal(self) -> None:
         values = dict(self._values_at(self.ledger.next_step))
         ordinal, hardest = self.ledger.deal(), values.get(DIFFICULTY)
-        refills = 0
         if self._refills:
-            number, refills = self._refills.popleft()
+            slot, number, refills = self._refills.popleft()
             (sampled,) = self._sampler.sample_from([number], hardest)
         else:
+            slot, refills = self._slots, 0
             (sampled,) = self._sampler.sample(1, hardest)
-        block = ordinal // self.ledger.batch
-        if block != self._block:
-            self._block, self._seen = block, Counter()
-        name = sampled.set, sampled.task.id
+            self._slots += 1
+        step = slot // self.ledger.batch
+        seed = key(self._seed, "rl", step)
+        if refills:
+            seed = key(seed, "refill", refills - 1)
+        draw = key(seed, "resample", self._dealt[step, refills])
+        self._dealt[step, refills] += 1
+        # a task that comes twice has new attempts, not the same ones again
+        name = step, refills, sampled.set, sampled.task.id
         attempt = self._seen[name] * self._settings.attempts
         self._seen[name] += 1
-        seed = seed_of_set(self._block_seed(ordinal), sampled.set, self._sets[sampled.set].name)
+        own = seed_of_set(seed, sampled.set, self._sets[sampled.set].name)
         self._deals[ordinal] = Deal(
-            ordinal, sampled.set, sampled.task, sampled.place, attempt, seed, values, refills
+            ordinal, slot, sampled.set, sampled.task, sampled.place, attempt, own, draw, values, refills
         )
-
-    def _block_seed(self, ordinal: int) -> int:
-        """The key of a step's draws; where nothing was replaced, the same as without asynchrony."""
-        return key(self._seed, "rl", ordinal // self.ledger.batch)
 
     def _receive(self, outcomes: Sequence[PlayedGroup]) -> None:
         for outcome in outcomes:
             deal = self._deals[outcome.ordinal]
             group = outcome.group or _failed_group(deal, outcome, self._settings.attempts)
-            if group.trajectories and all(t.failure is not None for t in group.trajectories):
+            is_lost = group.trajectories and all(t.failure is not None for t in group.trajectories)
+            if is_lost and self.ledger.max_tries > 1:
                 self._fail(deal, group)
             else:
                 self._finish(deal, group)
@@ -201,12 +252,11 @@ class AsyncRollouts:
 
     def _finish(self, deal: Deal, group: Group) -> None:
         self.ledger.finish(deal.ordinal)
-        draw = key(self._block_seed(deal.ordinal), "resample", deal.ordinal % self.ledger.batch)
-        kept = self._filter.keep(group, deal.set, draw)
+        kept = self._filter.keep(group, deal.set, deal.draw)
         most = self._settings.refill.rounds if self._settings.refill is not None else 0
         if not kept.is_informative and deal.refills < most:
             self.ledger.replace(deal.ordinal)
-            self._refills.append((deal.set, deal.refills + 1))
+            self._refills.append((deal.slot, deal.set, deal.refills + 1))
             self._filter.dropped[deal.set].append(kept.group)
             del self._deals[deal.ordinal]
             return
@@ -224,51 +274,61 @@ class AsyncRollouts:
 
     def save(self, folder: Path) -> Json:
         """Write the finished groups into a checkpoint's folder; the rest of the state is returned."""
+        if self._before is not None:
+            return self._before
         kept = {ordinal: self._groups[ordinal] for ordinal in self.ledger.finished()}
         finished = [(ordinal, t) for ordinal, one in kept.items() for t in one.group.trajectories]
-        ordinals = [ordinal for ordinal, _ in finished]
-        write_trajectories(folder / GROUPS, [t for _, t in finished], groups=ordinals)
-        keep_images(folder, (t for _, t in finished))
+        if self._plays_on:
+            ordinals = [ordinal for ordinal, _ in finished]
+            write_trajectories(folder / GROUPS, [t for _, t in finished], groups=ordinals)
+            keep_images(folder, (t for _, t in finished))
+        return self._state()
+
+    def _state(self) -> Json:
+        """All that is known, finished groups left out."""
         return {
             "ledger": self.ledger.state_dict(),
             "sampler": self._sampler.state_dict(),
             "deals": [
-                {
-                    "ordinal": deal.ordinal,
-                    "set": deal.set,
-                    "task": deal.task.id,
-                    "place": deal.place,
-                    "attempt": deal.attempt,
-                    "seed": deal.seed,
-                    "values": dict(deal.values),
-                    "refills": deal.refills,
-                }
+                {name: value for name, value in _fields(deal).items() if name != "task"}
+                | {"task": deal.task.id, "values": dict(deal.values)}
                 for deal in self._deals.values()
             ],
             "refills": list(self._refills),
-            "without_signal": [o for o, one in kept.items() if not one.is_informative],
-            "block": self._block,
-            "seen": [[number, task, count] for (number, task), count in self._seen.items()],
+            "without_signal": [
+                ordinal for ordinal in self.ledger.finished() if not self._groups[ordinal].is_informative
+            ],
+            "slots": self._slots,
+            "dealt": [[*name, count] for name, count in self._dealt.items()],
+            "seen": [[*name, count] for name, count in self._seen.items()],
         }
 
     def load(self, folder: Path, state: Mapping[str, Any]) -> None:
         """Go on from what `save` wrote."""
-        self.ledger.load_state_dict(state["ledger"])
-        self._sampler.load_state_dict(state["sampler"])
-        self._deals = {int(one["ordinal"]): self._loaded(one) for one in state["deals"]}
-        self._refills = deque((int(number), int(count)) for number, count in state["refills"])
-        self._block = int(state["block"])
-        self._seen = Counter({(int(n), str(task)): int(count) for n, task, count in state["seen"]})
-        found = read_numbered_groups(folder / GROUPS)
+        self._restore(state)
+        finished = self.ledger.finished()
+        found = read_numbered_groups(folder / GROUPS) if finished else {}
         with_images((t for group in found.values() for t in group.trajectories), folder / GROUPS)
-        self._groups = {}
-        empty = set(state.get("without_signal", ()))  # checkpoints from before it was noted have none
-        for ordinal in self.ledger.finished():
+        empty = set(state["without_signal"])
+        for ordinal in finished:
             deal, group = self._deals[ordinal], found.get(ordinal)
             played = [] if group is None else group.trajectories
             for trajectory in played:
                 trajectory.task = deal.task  # a target need not survive being written down
             self._groups[ordinal] = KeptGroup(Group(deal.task, played), ordinal not in empty)
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        self.ledger.load_state_dict(state["ledger"])
+        self._sampler.load_state_dict(state["sampler"])
+        self._deals = {int(one["ordinal"]): self._loaded(one) for one in state["deals"]}
+        self._refills = deque((int(slot), int(of), int(count)) for slot, of, count in state["refills"])
+        self._slots = int(state["slots"])
+        self._dealt = Counter({(int(s), int(r)): int(n) for s, r, n in state["dealt"]})
+        self._seen = Counter(
+            {(int(s), int(r), int(of), str(t)): int(n) for s, r, of, t, n in state["seen"]}
+        )
+        self._groups, self._before = {}, None
+        self._filter, self._refilled = GroupFilter(self._sets, self._settings), 0
 
     def _loaded(self, one: Mapping[str, Any]) -> Deal:
         tasks = self._sets[one["set"]].tasks
@@ -280,6 +340,25 @@ class AsyncRollouts:
             )
         fields = {name: value for name, value in one.items() if name != "task"}
         return Deal(task=tasks[one["place"]], **fields)
+
+
+def step_by_step(
+    sets: Sequence[TaskSet],
+    settings: RolloutSettings,
+    seed: int,
+    values_at: Callable[[int], Mapping[str, float]] = lambda step: {},
+) -> RolloutController:
+    """A controller without staleness.
+
+    A group that failed is not played again, because its episodes have been; their own limits bound a step.
+    """
+    ledger = Ledger(settings.tasks, max_tries=1)
+    player = LocalPlayer(sets, settings)
+    return RolloutController(sets, settings, seed, ledger, player, values_at)
+
+
+def _fields(deal: Deal) -> Json:
+    return {field.name: getattr(deal, field.name) for field in fields(deal)}
 
 
 def _failed_group(deal: Deal, outcome: PlayedGroup, attempts: int) -> Group:

@@ -1,18 +1,19 @@
-"""From tasks to the groups of a step."""
+"""From tasks to the groups of a step, without staleness."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
-from worker_parts import called, engine, ids, right, rl, seen, task_set, tasks
+from worker_parts import Steps, called, engine, ids, right, rl, seen, task_set, tasks
 
 import ludus
 from ludus.core import ConfigError, EngineError, Group, StopReason, Task, Trajectory, key
 from ludus.rewards import FormatGate
-from ludus.training import RolloutBatch, RolloutWorker, TaskSet, items_of_step
+from ludus.training import RolloutBatch, TaskSet, items_of_step
 
 
 def first_is_right(task: str, attempt: int) -> str:
@@ -24,14 +25,14 @@ def only_odd_teach(task: str, attempt: int) -> str:
     return first_is_right(task, attempt) if int(task[-1]) % 2 else "right"
 
 
-async def play_steps(worker: RolloutWorker, steps: range) -> list[RolloutBatch]:
-    return [await worker.play(step, {}) for step in steps]
+async def play_steps(playing: Steps, steps: range) -> list[RolloutBatch]:
+    return [await playing.play(step, {}) for step in steps]
 
 
 async def test_one_set_plays_what_a_plain_loop_would() -> None:
     given, seed = tasks(6), 3
     one = task_set(given, first_is_right, attempts=99)
-    played = await play_steps(RolloutWorker([one], rl(), seed), range(4))
+    played = await play_steps(Steps([one], rl(), seed), range(4))
     for step, result in enumerate(played):
         expected = items_of_step(given, step, 4, seed)
         assert ids(result) == [task.id for task in expected]
@@ -44,7 +45,7 @@ async def test_one_set_plays_what_a_plain_loop_would() -> None:
 
 
 async def test_a_task_dealt_twice_has_new_attempts_in_its_own_place() -> None:
-    played = await RolloutWorker([task_set(tasks(2), first_is_right)], rl(tasks=5), 0).play(0, {})
+    played = await Steps([task_set(tasks(2), first_is_right)], rl(tasks=5), 0).play(0, {})
     order = ids(played)
     for task in set(order):
         places = [place for place, own in enumerate(order) if own == task]
@@ -62,8 +63,8 @@ async def test_who_finishes_first_decides_nothing() -> None:
         ]
 
     config = rl(tasks=6, keep_attempts=2, attempts=3, refill={"rounds": 2})
-    quick = await play_steps(RolloutWorker(sets([0.0]), config, 5), range(3))
-    slow = await play_steps(RolloutWorker(sets([0.02, 0.0, 0.01]), config, 5), range(3))
+    quick = await play_steps(Steps(sets([0.0]), config, 5), range(3))
+    slow = await play_steps(Steps(sets([0.02, 0.0, 0.01]), config, 5), range(3))
     assert [seen(p) for p in quick] == [seen(p) for p in slow]
     episodes = [t for p in quick for g in [*p.groups, *p.dropped] for t in g.trajectories]
     assert len({t.seed for t in episodes}) == len(episodes)
@@ -98,7 +99,7 @@ async def test_sets_are_mixed_by_weight_each_with_its_own_tools_and_rewards() ->
         rewards=[ludus.reward(lambda: 2.0, name="always")],
         budgets={"max_turns": 3},
     )
-    played = await RolloutWorker([sums, facts], rl(tasks=8), 0).play(0, {})
+    played = await Steps([sums, facts], rl(tasks=8), 0).play(0, {})
     assert sorted(played.sets) == [0] * 6 + [1] * 2
     for group, number in zip(played.groups, played.sets, strict=True):
         for one in group.trajectories:
@@ -110,21 +111,21 @@ async def test_sets_are_mixed_by_weight_each_with_its_own_tools_and_rewards() ->
     assert metrics["sets/sums/reward"] == 0.0 and metrics["sets/facts/reward"] == 2.0
     assert metrics["sets/sums/turns"] == 2.0 and metrics["sets/facts/turns"] == 3.0
     assert metrics["sets/facts/success"] == 1.0 and metrics["sets/sums/episodes"] == 12
-    alone = await RolloutWorker([facts], rl(), 0).play(0, {})
+    alone = await Steps([facts], rl(), 0).play(0, {})
     assert not any(name.startswith("sets/") for name in alone.metrics)
 
 
 async def test_sets_share_the_places_in_flight() -> None:
     shared = engine(first_is_right, seconds=0.001)
     sets = [task_set(tasks(9), shared, name=name, max_in_flight=6) for name in "abc"]
-    await RolloutWorker(sets, rl(tasks=9, attempts=4), 0).play(0, {})
+    await Steps(sets, rl(tasks=9, attempts=4), 0).play(0, {})
     assert shared.most_in_flight <= 6
 
 
 async def test_groups_without_signal_are_replaced_by_further_tasks() -> None:
     one = task_set(tasks(50), only_odd_teach)
-    worker = RolloutWorker([one], rl(tasks=4, refill={"rounds": 10}), 1)
-    first = await worker.play(0, {})
+    steps = Steps([one], rl(tasks=4, refill={"rounds": 10}), 1)
+    first = await steps.play(0, {})
     order = [task.id for task in items_of_step(tasks(50), 0, 50, 1)]
     assert all(int(task) % 2 for task in ids(first))
     plain = order[:4]
@@ -134,7 +135,7 @@ async def test_groups_without_signal_are_replaced_by_further_tasks() -> None:
     # replacements come from where the order goes on, and the next step goes on after them
     used = [*ids(first), *(group.task.id for group in first.dropped)]
     assert sorted(used) == sorted(order[: len(used)])
-    second = await worker.play(1, {})
+    second = await steps.play(1, {})
     then = [*ids(second), *(group.task.id for group in second.dropped)]
     assert sorted(then) == sorted(order[len(used) : len(used) + len(then)])
 
@@ -167,7 +168,7 @@ async def test_refills_go_by_success_and_not_by_bonuses_and_prices(shaping: dict
         return words[by_number(task, attempt)]
 
     one = task_set(tasks(30), said, rewards=[right, shortness])
-    played = await RolloutWorker([one], rl(tasks=4, refill={"rounds": 9}, **shaping), 0).play(0, {})
+    played = await Steps([one], rl(tasks=4, refill={"rounds": 9}, **shaping), 0).play(0, {})
     assert {int(task[-1]) % 3 for task in ids(played)} == {2}
     assert played.metrics["without_signal"] == 0 and played.metrics["refilled"] > 0
     assert any(len({t.reward for t in group.trajectories}) > 1 for group in played.dropped)
@@ -188,15 +189,15 @@ async def test_refills_go_by_the_total_before_prices_where_no_success_is_told(
         return answer if answer == "right" or attempt % 2 else "wrong, and at length"
 
     one = task_set(tasks(30), said, rewards=[credit])
-    played = await RolloutWorker([one], rl(tasks=4, refill={"rounds": 9}, **shaping), 0).play(0, {})
+    played = await Steps([one], rl(tasks=4, refill={"rounds": 9}, **shaping), 0).play(0, {})
     assert {int(task[-1]) % 3 for task in ids(played)} == {2}
     assert played.metrics["without_signal"] == 0
 
 
 async def test_refills_are_bounded() -> None:
     fake = engine(lambda task, attempt: "right")
-    worker = RolloutWorker([task_set(tasks(3), fake)], rl(tasks=4, refill={"rounds": 2}), 0)
-    played = await worker.play(0, {})
+    steps = Steps([task_set(tasks(3), fake)], rl(tasks=4, refill={"rounds": 2}), 0)
+    played = await steps.play(0, {})
     assert len(fake.calls) == 4 * 2 * 3  # tasks, attempts, the first round and two more
     assert len(played.groups) == 4 and len(played.dropped) == 8
     assert played.metrics["refilled"] == 0 and played.metrics["without_signal"] == 4
@@ -211,9 +212,7 @@ async def test_a_group_that_failed_is_replaced_and_still_counted() -> None:
         return first_is_right(task, attempt)
 
     broken = items_of_step(tasks(5), 0, 1, 0)[0].id
-    played = await RolloutWorker([task_set(tasks(5), words)], rl(tasks=2, refill={"rounds": 1}), 0).play(
-        0, {}
-    )
+    played = await Steps([task_set(tasks(5), words)], rl(tasks=2, refill={"rounds": 1}), 0).play(0, {})
     assert broken not in ids(played) and played.metrics["refilled"] == 1
     [dropped] = played.dropped
     assert dropped.task.id == broken and not dropped.trainable
@@ -227,23 +226,23 @@ def mixed_sets() -> list[TaskSet]:
 
 
 @pytest.mark.parametrize("stopped_after", [1, 2, 3])
-async def test_a_resumed_player_plays_what_it_would_have_played(stopped_after: int) -> None:
+async def test_a_resumed_run_plays_what_it_would_have_played(stopped_after: int, tmp_path: Path) -> None:
     config = rl(tasks=3, refill={"rounds": 2}, attempts=3, keep_attempts=2)
-    whole = [seen(p) for p in await play_steps(RolloutWorker(mixed_sets(), config, 9), range(5))]
-    worker = RolloutWorker(mixed_sets(), config, 9)
-    await play_steps(worker, range(stopped_after))
-    state = json.loads(json.dumps(worker.state_dict()))
-    again = RolloutWorker(mixed_sets(), config, 9)
-    again.load_state_dict(state)
-    # the last step may not have been learnt from when it was saved: it can be played again
+    whole = [seen(p) for p in await play_steps(Steps(mixed_sets(), config, 9), range(5))]
+    steps = Steps(mixed_sets(), config, 9)
+    await play_steps(steps, range(stopped_after))
+    state = json.loads(json.dumps(steps.controller.save(tmp_path)))
+    await steps.controller.next_batch()  # and is stopped before it is learned from
+    untrained = json.loads(json.dumps(steps.controller.save(tmp_path)))
+    assert untrained == state
+    again = Steps(mixed_sets(), config, 9)
+    again.controller.load(tmp_path, state)
     assert [seen(p) for p in await play_steps(again, range(stopped_after, 5))] == whole[stopped_after:]
-    again.load_state_dict(state)
-    assert seen(await again.play(stopped_after - 1, {})) == whole[stopped_after - 1]
-    with pytest.raises(ValueError, match="cannot begin here"):
-        await again.play(stopped_after + 3, {})
+    for _ in range(2):  # a batch that is not learned from is played again
+        assert seen((await steps.controller.next_batch()).played) == whole[stopped_after]
 
 
-async def test_a_cancelled_step_leaves_the_player_as_it_was() -> None:
+async def test_a_cancelled_step_leaves_the_controller_as_it_was(tmp_path: Path) -> None:
     limit, hanging = 10_000, asyncio.Event()
 
     def seconds(tokens: int) -> float:
@@ -254,19 +253,19 @@ async def test_a_cancelled_step_leaves_the_player_as_it_was() -> None:
 
     fake = engine(only_odd_teach, seconds=seconds)
     config = rl(refill={"rounds": 3})
-    worker = RolloutWorker([task_set(tasks(7), fake)], config, 2)
-    whole = await play_steps(RolloutWorker([task_set(tasks(7), only_odd_teach)], config, 2), range(2))
-    await worker.play(0, {})
-    state = worker.state_dict()
+    steps = Steps([task_set(tasks(7), fake)], config, 2)
+    whole = await play_steps(Steps([task_set(tasks(7), only_odd_teach)], config, 2), range(2))
+    await steps.play(0, {})
+    state = steps.controller.save(tmp_path)
     limit = len(fake.calls) + 8  # the whole first round, so that it hangs among the refills
-    running = asyncio.create_task(worker.play(1, {}))
+    running = asyncio.create_task(steps.play(1, {}))
     await hanging.wait()
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert worker.state_dict() == state and not fake.in_flight and not fake.sessions
+    assert steps.controller.save(tmp_path) == state and not fake.in_flight and not fake.sessions
     limit = 10_000
-    assert seen(await worker.play(1, {})) == seen(whole[1])
+    assert seen(await steps.play(1, {})) == seen(whole[1])
 
 
 async def test_an_error_in_one_set_ends_the_others() -> None:
@@ -279,7 +278,7 @@ async def test_an_error_in_one_set_ends_the_others() -> None:
         task_set(tasks(2), name="wrong", rewards=[ludus.reward(impossible)]),
     ]
     with pytest.raises(ConfigError, match="no such judge"):
-        await asyncio.wait_for(RolloutWorker(sets, rl(), 0).play(0, {}), 20)
+        await asyncio.wait_for(Steps(sets, rl(), 0).play(0, {}), 20)
     assert not fake.in_flight
 
 
@@ -293,7 +292,7 @@ async def test_resampling_keeps_some_of_each_and_masks_follow_them() -> None:
 
     one = task_set(tasks(6), words, budgets={"max_turn_tokens": 20})
     config = rl(attempts=8, keep_attempts=4, broken={"over_length": "mask"})
-    played = await RolloutWorker([one], config, 0).play(0, {})
+    played = await Steps([one], config, 0).play(0, {})
     masked = {
         (number, place)
         for number, group in enumerate(played.groups)
@@ -311,8 +310,8 @@ async def test_resampling_keeps_some_of_each_and_masks_follow_them() -> None:
 
 
 async def test_resampling_draws_anew_in_every_step() -> None:
-    worker = RolloutWorker([task_set(tasks(1))], rl(tasks=1, attempts=4, keep_attempts=2), 0)
-    kept = [[t.attempt for t in p.groups[0].trajectories] for p in await play_steps(worker, range(8))]
+    steps = Steps([task_set(tasks(1))], rl(tasks=1, attempts=4, keep_attempts=2), 0)
+    kept = [[t.attempt for t in p.groups[0].trajectories] for p in await play_steps(steps, range(8))]
     assert len({tuple(attempts) for attempts in kept}) > 1
 
 
@@ -323,7 +322,7 @@ async def test_resampling_leaves_failed_attempts_where_they_are() -> None:
         return first_is_right(task, attempt)
 
     config = rl(tasks=1, attempts=5, keep_attempts=2)
-    played = await RolloutWorker([task_set(tasks(1), words)], config, 0).play(0, {})
+    played = await Steps([task_set(tasks(1), words)], config, 0).play(0, {})
     [group] = played.groups
     assert len(group.trainable) == 2 and [t.attempt for t in group.trajectories if t.failure] == [1]
 
@@ -344,7 +343,7 @@ async def test_untidy_successes_are_kept_less_often() -> None:
         return "wrong" if attempt == 2 else "right"
 
     one = task_set(tasks(60), words, tools=[add])
-    played = await RolloutWorker([one], rl(tasks=60, attempts=3, keep_attempts=2), 0).play(0, {})
+    played = await Steps([one], rl(tasks=60, attempts=3, keep_attempts=2), 0).play(0, {})
     right_ones = [t.attempt for g in played.groups for t in g.trajectories if t.reward == 1.0]
     assert len(right_ones) == 60 and right_ones.count(0) > 45  # 11 of 12 are expected
 
@@ -359,7 +358,7 @@ async def test_length_has_its_price_and_success_stays_success() -> None:
 
     one = task_set(tasks(1), words, rewards=[starts])
     config = rl(tasks=1, attempts=3, overlong={"longest": 20, "buffer": 10, "price": 0.5})
-    played = await RolloutWorker([one], config, 0).play(0, {})
+    played = await Steps([one], config, 0).play(0, {})
     lengths = [sum(map(len, (a.tokens for a in t.actions))) for t in played.groups[0].trajectories]
     assert lengths == [6, 15, 46]
     assert [t.reward for t in played.groups[0].trajectories] == [1.0, 0.75, 0.5]
@@ -371,12 +370,12 @@ async def test_length_has_its_price_and_success_stays_success() -> None:
 async def test_penalties_are_added_and_shown() -> None:
     one = task_set(tasks(1), lambda task, attempt: ("right", "")[attempt])
     config = rl(tasks=1, broken={"void_turn": -0.5, "tool_error": -3})
-    played = await RolloutWorker([one], config, 0).play(0, {})
+    played = await Steps([one], config, 0).play(0, {})
     assert [t.reward for t in played.groups[0].trajectories] == [1.0, -0.5]
     assert [t.rewards["broken"] for t in played.groups[0].trajectories] == [0.0, -0.5]
     taken = task_set(tasks(1), rewards=[right.using(name="broken")])
     with pytest.raises(ConfigError, match="'broken'"):
-        await RolloutWorker([taken], config, 0).play(0, {})
+        await Steps([taken], config, 0).play(0, {})
 
 
 async def test_a_group_in_which_all_are_masked_teaches_nothing() -> None:
@@ -386,7 +385,7 @@ async def test_a_group_in_which_all_are_masked_teaches_nothing() -> None:
 
     one = task_set(tasks(3), lambda task, attempt: "", rewards=[by_seed])
     config = rl(tasks=1, broken={"void_turn": "mask"}, refill={"rounds": 1})
-    played = await RolloutWorker([one], config, 0).play(0, {})
+    played = await Steps([one], config, 0).play(0, {})
     assert played.metrics["without_signal"] == 1 and len(played.masked) == 2
 
 
@@ -398,16 +397,16 @@ async def test_a_curriculum_moves_budgets_and_difficulty() -> None:
 
     given = [*tasks(2, "easy", difficulty=1), *tasks(6, "hard", difficulty=2)]
     one = task_set(given, lambda task, attempt: called("look"), tools=[look], budgets={"max_turns": 9})
-    worker = RolloutWorker([one], rl(), 0)
-    short = await worker.play(0, {"budgets.max_turns": 2.0, "tasks.difficulty": 1})
+    steps = Steps([one], rl(), 0)
+    short = await steps.play(0, {"budgets.max_turns": 2.0, "tasks.difficulty": 1})
     assert {t.turns for g in short.groups for t in g.trajectories} == {2}
     assert {i[:4] for i in ids(short)} == {"easy"}
-    longer = await worker.play(1, {"budgets.max_turns": 3.7, "tasks.difficulty": 2})
+    longer = await steps.play(1, {"budgets.max_turns": 3.7, "tasks.difficulty": 2})
     assert {t.turns for g in longer.groups for t in g.trajectories} == {3}
     assert "hard" in {i[:4] for i in ids(longer)}
     assert one.rollout.budgets.max_turns == 9
     with pytest.raises(ConfigError, match=r"the curriculum.*\n.*max_turns"):
-        await worker.play(2, {"budgets.max_turns": 0})
+        await steps.play(2, {"budgets.max_turns": 0})
 
 
 @ludus.reward
@@ -432,8 +431,8 @@ def well_formed() -> float:
 
 
 async def rewards_at(values: dict[str, float], *rewards: Any) -> list[dict[str, float]]:
-    worker = RolloutWorker([task_set(tasks(1), rewards=rewards)], rl(tasks=1), 0)
-    played = await worker.play(0, values)
+    steps = Steps([task_set(tasks(1), rewards=rewards)], rl(tasks=1), 0)
+    played = await steps.play(0, values)
     return [t.rewards for t in played.groups[0].trajectories]
 
 
@@ -459,7 +458,7 @@ async def test_strictness_reaches_turn_and_group_rewards() -> None:
         return [10 * strictness for _ in group.trajectories]
 
     one = task_set(tasks(1), rewards=[right, each], group_rewards=[together])
-    played = await RolloutWorker([one], rl(tasks=1), 0).play(0, {"rewards.strictness": 0.5})
+    played = await Steps([one], rl(tasks=1), 0).play(0, {"rewards.strictness": 0.5})
     for trajectory in played.groups[0].trajectories:
         assert trajectory.rewards == {"success": 1.0, "each": 0.5, "together": 5.0}
         assert trajectory.reward == 6.5
