@@ -33,8 +33,9 @@ from ludus.core import ByteTokenizer, Completion, FinishReason, Message, Samplin
 from ludus.core.generation import Engine, OnTokens
 from ludus.core.messages import ToolSpec
 from ludus.remote.threads import frozen_gc
+from ludus.rollouts.budgets import Budgets
 from ludus.rollouts.message_tree import MessageTree
-from ludus.rollouts.turn_limits import TurnLimits
+from ludus.rollouts.recorder import Recorder
 from ludus.serve.model import CheckpointService, EpisodeService, EpisodeSession, ModelServer
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call><|im_end|>'
@@ -105,10 +106,10 @@ class PacedEngine(InstantEngine):
 
 
 def new_tree(engine: Any, renderer: Renderer) -> MessageTree:
-    return MessageTree(
-        Trajectory(Task("t")), engine=engine, renderer=renderer, sampling=Sampling(), session="e",
-        limits=TurnLimits(1_000, 1_000, 1_000_000),
-    )  # fmt: skip
+    budgets = Budgets(max_turns=1_000, max_turn_tokens=1_000, max_tokens=1_000_000)
+    trajectory = Trajectory(Task("t"))
+    recorder = Recorder(trajectory, engine=engine, budgets=budgets, sampling=Sampling(), session="e")
+    return MessageTree(recorder, renderer)
 
 
 # The client: its own process, as little work as can be.
