@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludus.tools.json_schema import argument_problems
-from ludus.tools.signature import example_of
+from ludus.tools.json_schema import argument_problems, example_of
 
 SIMPLE = st.recursive(
     st.sampled_from([{"type": kind} for kind in ("integer", "number", "string", "boolean", "null")])

@@ -1,9 +1,9 @@
-"""Do arguments fit a tool's JSON Schema? A check that is safe with schemas from strangers.
+"""A tool's JSON Schema: whether arguments fit it, mistakes in it, and values that it allows.
 
-It knows the keywords that tools use and ignores the rest, of which the server is the judge: `pattern` and
-`format` above all, since matching a hostile regular expression may never end. References are followed
-inside the schema only. The work is bounded: where a schema makes it explode, the check ends, and again the
-server decides.
+The check of arguments is safe with schemas from strangers. It knows the keywords that tools use and ignores the
+rest, of which the server is the judge: `pattern` and `format` above all, since matching a hostile regular
+expression may never end. References are followed inside the schema only. The work is bounded: where a schema
+makes it explode, the check ends, and again the server decides.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from ludus.core.messages import Json
 from ludus.tools.arguments import show
 
 _MOST_STEPS = 5_000
 _DEEPEST = 40
 _MOST_PROBLEMS = 8
+_TEXTS = ("alpha", "7", "beta, gamma = 3")
+_DEEPEST_EXAMPLE = 8
 _TABLES = ("properties", "$defs", "definitions", "patternProperties")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties", "not")
@@ -225,3 +228,36 @@ def _inner(one: Mapping[str, Any], place: str) -> Iterator[tuple[str, Any]]:
         if isinstance(options := one.get(key), list):
             yield from ((f"{start}{key}[{number}]", inner) for number, inner in enumerate(options))
     yield from ((f"{start}{key}", one[key]) for key in _SINGLE if key in one)
+
+
+# Values that a schema allows
+
+
+def example_of(schema: Json, variant: int, depth: int = 0) -> Any:
+    """A value that a schema allows; another one for each variant, where it allows several."""
+    if "const" in schema or "enum" in schema:
+        options = schema.get("enum", [schema.get("const")])
+        return options[variant % len(options)]
+    for key in ("anyOf", "oneOf", "allOf"):
+        if schema.get(key):
+            return example_of(schema[key][variant % len(schema[key])], variant, depth + 1)
+    kind = schema.get("type")
+    if kind == "object" and depth < _DEEPEST_EXAMPLE:
+        wanted = schema.get("required", ()) if variant % 2 else schema.get("properties", {})
+        inner = schema.get("properties", {})
+        return {name: example_of(inner[name], variant, depth + 1) for name in wanted if name in inner}
+    if kind == "array" and depth < _DEEPEST_EXAMPLE:
+        items = schema.get("prefixItems") or [schema.get("items", {})] * max(
+            schema.get("minItems", 0), variant + 1
+        )
+        return [example_of(item, variant, depth + 1) for item in items[: schema.get("maxItems")]]
+    if kind in ("integer", "number"):
+        low = schema.get("minimum", schema.get("exclusiveMinimum", 0) + 1)
+        high = schema.get("maximum", schema.get("exclusiveMaximum", low + len(_TEXTS) + 1) - 1)
+        return min(low + variant, max(low, high))
+    if kind == "boolean":
+        return variant % 2 == 0
+    if kind == "null" or (kind not in ("string", None)):
+        return None
+    text = _TEXTS[variant % len(_TEXTS)]
+    return text.ljust(schema.get("minLength", 0), "x")[: schema.get("maxLength")]

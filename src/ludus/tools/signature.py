@@ -28,8 +28,6 @@ _SINGLES = ("items", "additionalProperties", "propertyNames", "contains", "not")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _FIRST = ("type", "description", "enum", "properties", "required")
 _REFERENCE = "#/$defs/"
-_TEXTS = ("alpha", "7", "beta, gamma = 3")
-_DEEPEST = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,33 +369,3 @@ def describe(schema: Json) -> str:
     if kind is None:
         return "object" if "$ref" in schema else "any value"
     return str(kind)
-
-
-def example_of(schema: Json, variant: int, depth: int = 0) -> Any:
-    """A value that a schema allows; another one for each variant, where it allows several."""
-    if "const" in schema or "enum" in schema:
-        options = schema.get("enum", [schema.get("const")])
-        return options[variant % len(options)]
-    for key in ("anyOf", "oneOf", "allOf"):
-        if schema.get(key):
-            return example_of(schema[key][variant % len(schema[key])], variant, depth + 1)
-    kind = schema.get("type")
-    if kind == "object" and depth < _DEEPEST:
-        wanted = schema.get("required", ()) if variant % 2 else schema.get("properties", {})
-        inner = schema.get("properties", {})
-        return {name: example_of(inner[name], variant, depth + 1) for name in wanted if name in inner}
-    if kind == "array" and depth < _DEEPEST:
-        items = schema.get("prefixItems") or [schema.get("items", {})] * max(
-            schema.get("minItems", 0), variant + 1
-        )
-        return [example_of(item, variant, depth + 1) for item in items[: schema.get("maxItems")]]
-    if kind in ("integer", "number"):
-        low = schema.get("minimum", schema.get("exclusiveMinimum", 0) + 1)
-        high = schema.get("maximum", schema.get("exclusiveMaximum", low + len(_TEXTS) + 1) - 1)
-        return min(low + variant, max(low, high))
-    if kind == "boolean":
-        return variant % 2 == 0
-    if kind == "null" or (kind not in ("string", None)):
-        return None
-    text = _TEXTS[variant % len(_TEXTS)]
-    return text.ljust(schema.get("minLength", 0), "x")[: schema.get("maxLength")]
