@@ -18,7 +18,7 @@ from ludus.core.registry import load_reference
 from ludus.core.task import Task, spread
 from ludus.core.trajectory import is_success
 from ludus.core.user_code import first_call_errors, reset_error_counts
-from ludus.envs import WORLDS, PoolConfig, World, check_env, load_env
+from ludus.envs import WORLDS, PoolConfig, RemoteEnvs, World, check_env, load_env
 from ludus.envs.env import Isolation
 from ludus.envs.isolated import IsolatedEnv
 from ludus.envs.pool_config import probe_env
@@ -375,7 +375,8 @@ def env_findings(
 
 def _served_world(factory: object) -> World | None:
     """The prebuilt environment that a server's is called like, if it can be used here."""
-    world = WORLDS.get(getattr(factory, "served_name", None) or "")
+    served = factory.served_name if isinstance(factory, RemoteEnvs) else None
+    world = WORLDS.get(served) if served else None
     return world if world is not None and world.env is not None and not world.missing() else None
 
 

@@ -27,6 +27,8 @@ from ludus.tools import FunctionTool
 
 ShowActions = Literal["no", "tool", "observation"]
 Isolation = Literal["none", "thread", "process"]
+OVER = "The episode is over."
+"""What an action is answered after the end of an episode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,10 @@ class Env:
     deterministic: ClassVar[bool] = False
     """Whether the same calls after the same reset always have the same results. Branches of trees then reach a
     turn by making them again, where there is no `snapshot`. A recipe decides first (`agent.pools`)."""
+
+    takes_text: bool | None = None
+    """Whether `step` takes plain-text actions; None: if the class has a `step` of its own. A stand-in for an
+    environment elsewhere says what is there."""
 
     if TYPE_CHECKING:
         # A subclass may add parameters of its own, which no signature written here would allow it.
@@ -146,9 +152,6 @@ class Env:
         return _from_generator(function)
 
 
-_OVER = "The episode is over."
-
-
 class _GeneratorEnv(Env):
     """What `Env.of` makes; an attribute `script` holds the user's function."""
 
@@ -171,8 +174,8 @@ class _GeneratorEnv(Env):
     def _ended(self, value: Any) -> Step:
         self._play = None
         if isinstance(value, Real):
-            return Step(_OVER, float(value), terminated=True)
-        step = as_step(_OVER if value is None else value)
+            return Step(OVER, float(value), terminated=True)
+        step = as_step(OVER if value is None else value)
         return replace(step, terminated=not step.truncated)
 
 
@@ -186,7 +189,7 @@ class _SyncScript(_GeneratorEnv):
 
     def act(self, action: str) -> Step:
         if self._play is None:
-            return Step(_OVER, terminated=True)
+            return Step(OVER, terminated=True)
         try:
             return self._seen(self._play.send(action))
         except StopIteration as end:
@@ -208,7 +211,7 @@ class _AsyncScript(_GeneratorEnv):
 
     async def act(self, action: str) -> Step:
         if self._play is None:
-            return Step(_OVER, terminated=True)
+            return Step(OVER, terminated=True)
         try:
             return self._seen(await self._play.asend(action))
         except StopAsyncIteration:
@@ -320,8 +323,8 @@ async def step_env(env: Any, action: str, *, timeout: float | None = None) -> St
 
 def takes_text(env: Any) -> bool:
     """Whether it takes plain-text actions: it has a `step` of its own."""
-    own: bool = getattr(env, "takes_text", getattr(type(env), "step", Env.step) is not Env.step)
-    return own
+    told: bool | None = getattr(env, "takes_text", None)
+    return getattr(type(env), "step", Env.step) is not Env.step if told is None else told
 
 
 def has_snapshots(env: Any) -> bool:

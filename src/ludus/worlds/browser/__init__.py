@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from ludus.core.failures import Boundary, ConfigError, InfraError
 from ludus.core.messages import Media
 from ludus.core.task import Task
-from ludus.envs.env import Env, Observation, Step
+from ludus.envs.env import OVER, Env, Observation, Step
 from ludus.envs.world import World
 from ludus.rewards import reward
 from ludus.worlds.browser.accessibility import Element, offered_actions
@@ -52,7 +52,6 @@ __all__ = [
 
 T = TypeVar("T")
 _HOMEPAGE_FOLDER = ("homepage.com", str(Path(__file__).parent / "homepage"))
-_OVER = "The episode is over."
 _MOST_ACTIONS = 100
 
 
@@ -143,7 +142,7 @@ class Browser(Env):
                 go_back; go_forward; stop [answer]. Ids are those in brackets in the last observation.
         """
         if self.is_over:
-            return Step(_OVER, terminated=True)
+            return Step(OVER, terminated=True)
         problem = ""
         try:
             parsed = parse_action(action)
@@ -260,7 +259,7 @@ class Browser(Env):
     async def _stop(self, answer: str) -> Step:
         self.answer, self.is_over = answer, True
         await self.score()
-        return Step(_OVER, terminated=True)
+        return Step(OVER, terminated=True)
 
     async def _observed(self, action: str, problem: str = "") -> Observation:
         view, picture = await self._on_host(self._look())

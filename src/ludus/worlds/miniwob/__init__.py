@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from ludus.core.failures import Boundary, ConfigError, InfraError, MissingExtraError
 from ludus.core.messages import Message, ToolCall
 from ludus.core.task import Task
-from ludus.envs.env import Observation, Step
+from ludus.envs.env import OVER, Observation, Step
 from ludus.envs.world import World
 from ludus.rewards import reward
 from ludus.worlds.browser import Browser
@@ -112,7 +112,7 @@ class MiniWob(Browser):
         state = await self._on_host(self._state())
         if state["done"]:
             self.is_over, self.reward = True, float(state["reward"])
-            return Step("The episode is over.", self.reward, terminated=True)
+            return Step(OVER, self.reward, terminated=True)
         return Step(await self._observed(action, problem), 0.0)
 
     async def _observed(self, action: str, problem: str = "") -> Observation:
@@ -132,7 +132,7 @@ class MiniWob(Browser):
 
     async def _stop(self, answer: str) -> Step:
         self.answer, self.is_over = answer, True
-        return Step("The episode is over.", 0.0, terminated=True)
+        return Step(OVER, 0.0, terminated=True)
 
     def available_actions(self) -> list[str]:
         """Clicks, and typing of what the objective has in quotes or its last words."""

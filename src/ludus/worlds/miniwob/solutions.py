@@ -7,18 +7,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Generator
+from contextlib import suppress
 
 from ludus.core.messages import ToolCall
 from ludus.worlds.browser.tasks import SeenPage, act
 
-Script = Generator[ToolCall, str, None]
-SOLUTIONS: dict[str, Callable[[str], Script]] = {}
+Script = Generator[ToolCall, SeenPage, None]
+Solution = Callable[[str], Generator[ToolCall, str, None]]
+SOLUTIONS: dict[str, Solution] = {}
 """By page."""
 
 
-def _for(*pages: str) -> Callable[[Callable[[str], Script]], Callable[[str], Script]]:
-    def added(script: Callable[[str], Script]) -> Callable[[str], Script]:
-        SOLUTIONS.update(dict.fromkeys(pages, script))
+def _for(*pages: str) -> Callable[[Callable[[SeenPage], Script]], Callable[[SeenPage], Script]]:
+    """Registers a script for pages; it is sent each observation read (`SeenPage`), not its text."""
+
+    def added(script: Callable[[SeenPage], Script]) -> Callable[[SeenPage], Script]:
+        def solution(text: str) -> Generator[ToolCall, str, None]:
+            moves = script(SeenPage(text))
+            with suppress(StopIteration):
+                move = next(moves)
+                while True:
+                    move = moves.send(SeenPage((yield move)))
+
+        SOLUTIONS.update(dict.fromkeys(pages, solution))
         return script
 
     return added
@@ -48,23 +59,20 @@ def _position(words: list[str]) -> int:
     "unicode-test",
     "click-button-sequence",
 )
-def buttons(text: str) -> Script:
-    seen = SeenPage(text)
+def buttons(seen: SeenPage) -> Script:
     wanted = seen.quoted or seen.words(r"button (\w+)") or [seen.all("button")[0].name]
     for name in wanted:
-        seen = SeenPage((yield _click(seen.id("button", name))))
+        seen = yield _click(seen.id("button", name))
 
 
 @_for("click-dialog", "click-dialog-2")
-def dialog(text: str) -> Script:
-    seen = SeenPage(text)
+def dialog(seen: SeenPage) -> Script:
     name = seen.quoted[0]
     yield _click(seen.id("button", "Close" if name == "x" else name))
 
 
 @_for("click-link")
-def link(text: str) -> Script:
-    seen = SeenPage(text)
+def link(seen: SeenPage) -> Script:
     yield _click(_inner(seen, seen.quoted[0]))
 
 
@@ -77,8 +85,7 @@ def _inner(seen: SeenPage, name: str) -> int:
 
 
 @_for("click-tab")
-def tab(text: str) -> Script:
-    seen = SeenPage(text)
+def tab(seen: SeenPage) -> Script:
     yield _click(seen.id("tab", seen.words(r"Tab #\d+")[0]))
 
 
@@ -90,8 +97,7 @@ def tab(text: str) -> Script:
     "click-collapsible-2",
     "click-collapsible-2-nodelay",
 )
-def link_behind_tabs(text: str) -> Script:
-    seen = SeenPage(text)
+def link_behind_tabs(seen: SeenPage) -> Script:
     opened: set[int] = {one.number for one in seen.all("tab") if "selected: True" in one.state}
     while True:
         try:
@@ -99,16 +105,15 @@ def link_behind_tabs(text: str) -> Script:
         except LookupError:
             one = next(one for one in seen.all("tab") if one.number not in opened)
             opened.add(one.number)
-            seen = SeenPage((yield _click(one.number)))
+            seen = yield _click(one.number)
         else:
             yield _click(found)
             return
 
 
 @_for("click-collapsible", "click-collapsible-nodelay")
-def section(text: str) -> Script:
-    seen = SeenPage(text)
-    seen = SeenPage((yield _click(seen.all("tab")[0].number)))
+def section(seen: SeenPage) -> Script:
+    seen = yield _click(seen.all("tab")[0].number)
     yield _click(seen.id("button", "Submit"))
 
 
@@ -120,31 +125,29 @@ def section(text: str) -> Script:
     "choose-list",
     "click-scroll-list",
 )
-def choices(text: str) -> Script:
-    seen = SeenPage(text)
+def choices(seen: SeenPage) -> Script:
     told = seen.words(r"Select (.*?)(?: from the (?:scroll )?list)? and click")[0]
     for name in told.split(", "):
         if name == "nothing":
             continue
         one = next(one for one in seen.all("checkbox", "radio", "option") if one.name == name)
         if "selected: True" not in one.state:
-            seen = SeenPage((yield _click(one.number)))
+            seen = yield _click(one.number)
     yield _click(seen.id("button", "Submit"))
 
 
 @_for("odd-or-even")
-def odd_or_even(text: str) -> Script:
-    seen = SeenPage(text)
+def odd_or_even(seen: SeenPage) -> Script:
+    after = seen
     for index, one in enumerate(seen.all("StaticText")):
         name = "Odd" if int(one.name) % 2 else "Even"
         choice = [button for button in seen.all("button") if button.name == name][index]
-        text = yield _click(choice.number)
-    yield _click(SeenPage(text).id("button", "Submit"))
+        after = yield _click(choice.number)
+    yield _click(after.id("button", "Submit"))
 
 
 @_for("buy-ticket")
-def ticket(text: str) -> Script:
-    seen = SeenPage(text)
+def ticket(seen: SeenPage) -> Script:
     prices = [int(re.findall(r"\d+", one.name)[0]) for one in seen.all("button")]
     times = [
         re.findall(r"\d+", one.name)
@@ -159,8 +162,7 @@ def ticket(text: str) -> Script:
 
 
 @_for("generate-number")
-def generate(text: str) -> Script:
-    seen = SeenPage(text)
+def generate(seen: SeenPage) -> Script:
     ((way, bound),) = re.findall(r"(less|greater) than (\d+)", seen.objective) or [
         ("even" if seen.words("even") else "odd", "0")
     ]
@@ -176,23 +178,21 @@ def generate(text: str) -> Script:
             }
             if fits[way]:
                 break
-        seen = SeenPage((yield _click(seen.id("button", "Generate"))))
+        seen = yield _click(seen.id("button", "Generate"))
     yield _click(seen.id("button", "Submit"))
 
 
 @_for("phone-book")
-def phone_book(text: str) -> Script:
-    seen = SeenPage(text)
+def phone_book(seen: SeenPage) -> Script:
     name = seen.words(r"Find (.+) in the contact")[0]
     while not seen.has("heading", name):
-        seen = SeenPage((yield _click(seen.id("link", ">"))))
+        seen = yield _click(seen.id("link", ">"))
     place = ("phone", "email", "address").index(seen.words(r"on their (\w+)")[0])
     yield _click(seen.all("link")[place].number)
 
 
 @_for("navigate-tree")
-def tree(text: str) -> Script:
-    seen = SeenPage(text)
+def tree(seen: SeenPage) -> Script:
     opened: set[str] = set()
     while not seen.has("StaticText", seen.quoted[0]):
         folders = [
@@ -201,7 +201,7 @@ def tree(text: str) -> Script:
             if outer.name == "folder" and inner.role == "StaticText" and inner.name not in opened
         ]
         opened.add(folders[0].name)
-        seen = SeenPage((yield _click(folders[0].number)))
+        seen = yield _click(folders[0].number)
     yield _click(seen.id("StaticText", seen.quoted[0]))
 
 
@@ -213,29 +213,18 @@ def tree(text: str) -> Script:
     "email-inbox-forward",
     "email-inbox-noscroll",
 )
-def email(text: str) -> Script:
-    seen = SeenPage(text)
+def email(seen: SeenPage) -> Script:
     sender = seen.words(r"email by (\S+)")[0]
     if icon := seen.words(r"the (trash|star) icon"):
         start = seen.lines.index(next(one for one in seen.all("StaticText") if one.name == sender))
         yield _click(next(one.number for one in seen.lines[start:] if one.name == icon[0]))
         return
-    seen = SeenPage((yield _click(seen.id("StaticText", sender))))
+    seen = yield _click(seen.id("StaticText", sender))
     receiver = seen.words(r"forward that email to (\w+)")
-    seen = SeenPage(
-        (
-            yield _click(
-                next(
-                    one.number
-                    for one in seen.lines
-                    if one.name == ("email-forward" if receiver else "email-reply")
-                )
-            )
-        )
-    )
-    seen = SeenPage(
-        (yield _type(seen.all("textbox")[0].number, receiver[0] if receiver else seen.quoted[0]))
-    )
+    wanted = "email-forward" if receiver else "email-reply"
+    seen = yield _click(next(one.number for one in seen.lines if one.name == wanted))
+    told = receiver[0] if receiver else seen.quoted[0]
+    seen = yield _type(seen.all("textbox")[0].number, told)
     yield _click(next(one.number for one in seen.lines if one.name.startswith("send-")))
 
 
@@ -245,13 +234,12 @@ def email(text: str) -> Script:
 def _submitted(seen: SeenPage, fields: list[tuple[int, str]], name: str = "Submit") -> Script:
     """Fill fields in, in this order, and press a button."""
     for number, text in fields:
-        seen = SeenPage((yield _type(number, text)))
+        seen = yield _type(number, text)
     yield _click(seen.id("button", name))
 
 
 @_for("enter-text", "enter-text-2", "enter-text-dynamic", "enter-password")
-def texts(text: str) -> Script:
-    seen = SeenPage(text)
+def texts(seen: SeenPage) -> Script:
     wanted = seen.quoted[0]
     if case := seen.words(r"all (lower|upper) case"):
         wanted = wanted.lower() if case[0] == "lower" else wanted.upper()
@@ -259,37 +247,32 @@ def texts(text: str) -> Script:
 
 
 @_for("login-user")
-def login(text: str) -> Script:
-    seen = SeenPage(text)
+def login(seen: SeenPage) -> Script:
     fields = [one.number for one in seen.all("textbox")]
     yield from _submitted(seen, list(zip(fields, seen.quoted, strict=True)), "Login")
 
 
 @_for("focus-text", "focus-text-2")
-def focus(text: str) -> Script:
-    seen = SeenPage(text)
+def focus(seen: SeenPage) -> Script:
     place = _position(seen.words(r"\d(?:st|nd|rd|th)") or ["1"])
     yield _click(seen.all("textbox")[place].number)
 
 
 @_for("find-word")
-def nth_word(text: str) -> Script:
-    seen = SeenPage(text)
+def nth_word(seen: SeenPage) -> Script:
     words = " ".join(one.name for one in seen.all("StaticText")).split()
     word = words[_position(seen.words(r"\d+(?:st|nd|rd|th)"))]
     yield from _submitted(seen, [(seen.id("textbox"), word.rstrip(",."))])
 
 
 @_for("scroll-text")
-def last_word(text: str) -> Script:
-    seen = SeenPage(text)
+def last_word(seen: SeenPage) -> Script:
     word = seen.all("StaticText")[-1].name.split()[-1]
     yield from _submitted(seen, [(seen.all("textbox")[1].number, word.rstrip(",."))])
 
 
 @_for("copy-paste", "copy-paste-2")
-def copy(text: str) -> Script:
-    seen = SeenPage(text)
+def copy(seen: SeenPage) -> Script:
     filled = [
         one for one, inner in zip(seen.lines, seen.lines[1:], strict=False) if inner.depth > one.depth
     ]
@@ -300,13 +283,12 @@ def copy(text: str) -> Script:
     yield act("press [Ctrl+a]")
     yield act("press [Ctrl+c]")
     yield _click(target.number)
-    seen = SeenPage((yield act("press [Ctrl+v]")))
+    seen = yield act("press [Ctrl+v]")
     yield _click(seen.id("button", "Submit"))
 
 
 @_for("read-table", "read-table-2")
-def table(text: str) -> Script:
-    seen = SeenPage(text)
+def table(seen: SeenPage) -> Script:
     cells = [one.name for one in seen.all("cell")]
     values = dict(zip(cells[::2], cells[1::2], strict=True))
     labels = seen.words(r"value of (.+) into") or [
@@ -319,8 +301,7 @@ def table(text: str) -> Script:
 
 
 @_for("simple-arithmetic")
-def arithmetic(text: str) -> Script:
-    seen = SeenPage(text)
+def arithmetic(seen: SeenPage) -> Script:
     ((first, sign, second),) = re.findall(
         r"(-?\d+)\s*([-+x*])\s*(-?\d+)", " ".join(one.name for one in seen.all("StaticText"))
     )
@@ -330,8 +311,7 @@ def arithmetic(text: str) -> Script:
 
 
 @_for("simple-algebra")
-def algebra(text: str) -> Script:
-    seen = SeenPage(text)
+def algebra(seen: SeenPage) -> Script:
     told = " ".join(one.name for one in seen.all("StaticText"))
     ((first, sign, second, total),) = re.findall(r"(-?\d+|x)\s*([-+])\s*(-?\d+|x)\s*=\s*(-?\d+)", told)
     known = int(second if first == "x" else first)
@@ -342,32 +322,29 @@ def algebra(text: str) -> Script:
 
 
 @_for("search-engine")
-def search(text: str) -> Script:
-    seen = SeenPage(text)
-    seen = SeenPage((yield _type(seen.id("textbox"), seen.quoted[0])))
-    seen = SeenPage((yield _click(seen.id("button", "Search"))))
+def search(seen: SeenPage) -> Script:
+    seen = yield _type(seen.id("textbox"), seen.quoted[0])
+    seen = yield _click(seen.id("button", "Search"))
     place = _position(seen.words(r"\d+(?:st|nd|rd|th)"))
     per_page = 3
     for _ in range(place // per_page):
-        seen = SeenPage((yield _click(seen.id("link", ">"))))
+        seen = yield _click(seen.id("link", ">"))
     results = [one for one in seen.all("link") if not re.fullmatch(r"\d+|[<>]", one.name)]
     yield _click(results[place % per_page].number)
 
 
 @_for("use-autocomplete-nodelay")
-def autocomplete(text: str) -> Script:
-    seen = SeenPage(text)
+def autocomplete(seen: SeenPage) -> Script:
     start, *end = seen.quoted
-    seen = SeenPage((yield _type(seen.id("textbox"), start)))
+    seen = yield _type(seen.id("textbox"), start)
     items = [one for one in seen.all("StaticText") if one.name.startswith(start) and one.name != start]
     item = next(one for one in items if one.name.endswith(end[0] if end else ""))
-    seen = SeenPage((yield _click(item.number)))
+    seen = yield _click(item.number)
     yield _click(seen.id("button", "Submit"))
 
 
 @_for("use-spinner")
-def spinner(text: str) -> Script:
-    seen = SeenPage(text)
+def spinner(seen: SeenPage) -> Script:
     wanted = int(seen.words(r"Select (-?\d+)")[0])
     yield _click(seen.id("spinbutton"))
     for _ in range(abs(wanted)):
@@ -376,22 +353,20 @@ def spinner(text: str) -> Script:
 
 
 @_for("guess-number")
-def guess(text: str) -> Script:
-    seen = SeenPage(text)
+def guess(seen: SeenPage) -> Script:
     low, high = 0, 9
     while True:
         middle = (low + high) // 2
         yield _click(seen.id("spinbutton"))
         yield act("press [Ctrl+a]")
         yield act(f"press [{middle}]")
-        seen = SeenPage((yield _click(seen.id("button", "Submit"))))
+        seen = yield _click(seen.id("button", "Submit"))
         told = " ".join(one.name for one in seen.all("StaticText"))
         low, high = (low, middle - 1) if "lower than" in told else (middle + 1, high)
 
 
 @_for("enter-date")
-def date(text: str) -> Script:
-    seen = SeenPage(text)
+def date(seen: SeenPage) -> Script:
     yield _click(seen.id("Date"))  # into the day or the year
     for key in ("ArrowLeft", "ArrowLeft", *seen.words(r"\d+/\d+/\d+")[0].replace("/", "")):
         yield act(f"press [{key}]")
@@ -399,23 +374,20 @@ def date(text: str) -> Script:
 
 
 @_for("enter-time")
-def time(text: str) -> Script:
-    seen = SeenPage(text)
+def time(seen: SeenPage) -> Script:
     ((hours, minutes, half),) = re.findall(r"(\d+):(\d+) ([AP]M)", seen.objective)
     yield from _submitted(seen, [(seen.id("InputTime"), f"{int(hours):02}{minutes}{half}")])
 
 
 @_for("form-sequence-2")
-def form(text: str) -> Script:
-    seen = SeenPage(text)
+def form(seen: SeenPage) -> Script:
     first, second = (int(one) - 1 for one in seen.words(r"(\d)(?:st|nd|rd|th)"))
-    seen = SeenPage((yield _click(seen.all("radio")[first].number)))
+    seen = yield _click(seen.all("radio")[first].number)
     yield from _submitted(seen, [(seen.all("textbox")[second].number, seen.quoted[0])])
 
 
 @_for("multi-layouts", "multi-orderings")
-def movies(text: str) -> Script:
-    seen = SeenPage(text)
+def movies(seen: SeenPage) -> Script:
     ((genre, director, year),) = re.findall(
         r"for (.+) movies directed by (.+) from year (\d+)", seen.objective
     )
@@ -423,11 +395,12 @@ def movies(text: str) -> Script:
     fields = [place for place, one in enumerate(seen.lines) if one.role == "textbox"]
     # labels are above their fields, or below where the page begins with a field
     side = 1 if seen.lines[1].role == "textbox" else -1
+    after = seen
     for place in fields:
         near = seen.lines[place:] if side > 0 else seen.lines[place::-1]
         label = next(one.name.lower() for one in near if one.name.strip())
-        text = yield _type(
+        after = yield _type(
             seen.lines[place].number, next(value for key, value in wanted.items() if key in label)
         )
-    finals = [one for one in SeenPage(text).lines if one.role in ("button", "clickable")]
+    finals = [one for one in after.lines if one.role in ("button", "clickable")]
     yield _click(finals[-1].number)

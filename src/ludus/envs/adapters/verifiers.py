@@ -34,8 +34,8 @@ from ludus.core.messages import Json, Message
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
 from ludus.core.user_code import error_with_location
-from ludus.envs.env import Env, Step
-from ludus.envs.foreign_tasks import SIZES, imported, parse_value
+from ludus.envs.adapters.references import SIZES, imported, parse_value
+from ludus.envs.env import OVER, Env, Step
 from ludus.envs.world import EnvAdapter
 from ludus.remote.threads import run_sync
 from ludus.rewards import reward
@@ -43,7 +43,6 @@ from ludus.tools import FunctionTool, Tool
 
 NAME = "verifiers"
 """What a recipe calls the environment."""
-_OVER = "The episode is over."
 
 
 # Tasks ----------------------------------------------------------------------------------------------
@@ -239,10 +238,10 @@ class VerifiersEnv(Env):
             action: The whole reply.
         """
         if self._play is None or self._play.done():
-            return Step(_OVER, terminated=True)
+            return Step(OVER, terminated=True)
         self._said.put_nowait(action)
         seen = await self._next_turn()
-        return Step(_OVER, terminated=True) if seen is None else Step(seen)
+        return Step(OVER, terminated=True) if seen is None else Step(seen)
 
     @property
     def state(self) -> Any:
@@ -400,7 +399,7 @@ async def verifiers_score(trajectory: Trajectory, task: Task, envs: Mapping[str,
     theirs = _item(task)
     env = next((one for one in envs.values() if isinstance(one, VerifiersEnv)), None)
     played = None if env is None else await env.finished()
-    trace = _trace(theirs, trajectory.messages, is_chat=env is not None and env.takes_text)
+    trace = _trace(theirs, trajectory.messages, is_chat=env is not None and bool(env.takes_text))
     if played is not None:
         trace.state, trace.info = played.state, played.info
     await theirs.score(trace, None)

@@ -14,8 +14,8 @@ from typing import Any
 from ludus.core.failures import ConfigError
 from ludus.core.random import key
 from ludus.core.task import Task
-from ludus.envs.env import Env, Observation, Step
-from ludus.envs.foreign_tasks import SIZES, imported, parse_reference
+from ludus.envs.adapters.references import SIZES, imported, parse_reference
+from ludus.envs.env import OVER, Env, Observation, Step
 from ludus.envs.world import EnvAdapter
 
 ACTIONS = {
@@ -30,7 +30,6 @@ ACTIONS = {
 }
 """What the actions of Gymnasium's own environments are called; a number means the same."""
 _MOST_NUMBERS = 256
-_OVER = "The episode is over."
 _COLOUR = re.compile(r"\x1b\[\d+(;\d+)*m(.*?)\x1b\[0m", re.DOTALL)
 
 
@@ -66,7 +65,7 @@ class GymnasiumEnv(Env):
             action: One action, as the first observation says.
         """
         if self._over:
-            return Step(_OVER, terminated=True)
+            return Step(OVER, terminated=True)
         try:
             given = self._actions.parsed(action)
         except ValueError:

@@ -1,0 +1,1 @@
+"""Environments and task sets of other libraries, as environments, tasks and rewards of Ludus."""
