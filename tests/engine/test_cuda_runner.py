@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ludus.core import EngineError, Sampling
 from ludus.engine import EngineCore, EngineStats, Request
-from ludus.engine.embedded import paged_check
 from ludus.engine.embedded import runner as runner_module
 from ludus.engine.embedded.cuda import prefill
 from ludus.engine.embedded.cuda.decode import rows_for
@@ -375,7 +374,7 @@ def test_kernels_that_do_not_run_are_done_without_and_the_reason_is_told(
 ) -> None:
     model = make()
     runner_module._warn_slow.cache_clear()
-    monkeypatch.setattr(paged_check, "sample_at_temperature", _raise(ValueError("odd vocabulary")))
+    monkeypatch.setattr(runner_module, "sample_at_temperature", _raise(ValueError("odd vocabulary")))
     worker = _worker(model, lookahead=None)
     assert isinstance(worker._runner, TorchModelRunner)
     assert "odd vocabulary" in caplog.text
@@ -403,7 +402,7 @@ def test_what_layers_keep_is_found_by_looking(family: str) -> None:
     model = make(family)
     use_ludus_attention(model)
     layers = model.config.num_hidden_layers
-    assert paged_check.kv_shape(model) == KVShape(layers, 2, 8, torch.float32)
+    assert runner_module.kv_shape(model) == KVShape(layers, 2, 8, torch.float32)
 
 
 def test_graphs_are_forgotten_when_an_address_changes_and_only_then() -> None:

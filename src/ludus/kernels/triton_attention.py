@@ -1,9 +1,16 @@
 """Triton kernels of `attention` over the blocks of a KV cache, which are not Triton's tiles (BLOCK).
 
-Decoding attends with one new token a row, split along the context. A program takes one row, one head of keys
-with all the query heads that share it, and one part of the context. Its scores are a matrix product (query
-heads are padded to a tile's height), its running maximum and sum make the softmax. Where a row is split, a
-second kernel puts the parts together.
+Decoding attends with one new token a row. That is too little work to fill a GPU by rows and heads alone, so a
+context is split along its length as well ("split-K", Flash-Decoding):
+
+    program (row, key head, part): online softmax over its part of the context, for all query heads of the group
+        PART = sum_i exp2(s_i - top) v_i / total        LSE = top + log2(total)
+    _join_kernel (row, query head): OUT = sum_p exp2(LSE_p - max LSE) PART_p / sum_p exp2(LSE_p - max LSE)
+
+A part's result is normalised by its own sum, and its LSE (log2 of that sum, the maximum added back) is its
+weight among the parts: the merge is exact, whatever the parts' maxima are. Scores are to base 2 throughout:
+log2(e) is multiplied in once, because exp2 is the instruction that GPUs have. With one part there is nothing to
+merge, and the first kernel writes the result itself.
 """
 
 from __future__ import annotations
@@ -59,6 +66,8 @@ def _decode_kernel(
     length = tl.load(LENGTHS + row)
     begin = tl.maximum(length - window, 0) if HAS_WINDOW else 0
     group = heads // kv_heads
+    # The grid has PARTS programs for every row, since lengths are not known on the host. Parts are whole tiles
+    # and no smaller than `least`: those behind the end of a short context find nothing to do.
     share = tl.maximum(tl.cdiv(tl.cdiv(length - begin, PARTS), TILE) * TILE, least)
     first = begin + part * share
     last = tl.minimum(first + share, length)
@@ -81,7 +90,7 @@ def _decode_kernel(
         score = tl.dot(query, tl.trans(key), input_precision="ieee") * scaling
         if HAS_CAP:
             score = squeezed(score, softcap)
-        score = tl.where(inside[None, :], score * 1.4426950408889634, float("-inf"))
+        score = tl.where(inside[None, :], score * 1.4426950408889634, float("-inf"))  # log2(e)
         value = tl.load(VALUES + address, mask=mask, other=0.0)
         top, total, acc = absorbed(score, value, top, total, acc)
     safe = tl.where(total > 0, total, 1.0)
@@ -90,6 +99,7 @@ def _decode_kernel(
         place = OUT + (row * heads + head)[:, None] * size + at[None, :]
         tl.store(place, acc.to(OUT.dtype.element_ty), mask=real)
     else:
+        # An empty part has a weight of 0 (LSE minus infinity), and the merge does not read its result.
         spot = (row * heads + head) * PARTS + part
         tl.store(
             LSE + spot, tl.where(total > 0, top + tl.log2(safe), float("-inf")), mask=member < group

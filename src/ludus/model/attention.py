@@ -163,6 +163,23 @@ class AttentionContext(Protocol):
         """[1, T, Hq, D] from query [1, Hq, T, D], key and value [1, Hkv, T, D]."""
 
 
+class StackedAttentionContext:
+    """Base of contexts that rotate and store stacked states in one kernel, for the fused forward."""
+
+    def attend_qkv(
+        self,
+        layer: int,
+        qkv_TC: Tensor,
+        cos_TD: Tensor,
+        sin_TD: Tensor,
+        heads: int,
+        kv_heads: int,
+        params: AttentionParams,
+    ) -> Tensor:
+        """[T, Hq D] from queries, keys and values side by side, which are not rotated yet."""
+        raise NotImplementedError
+
+
 def ludus_attention(
     module: nn.Module,
     query: Tensor,

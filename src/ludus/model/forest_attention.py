@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from ludus.model.attention import AttentionParams, attend, positional_mask, split_by_length
-from ludus.model.hf_model import decoder_of, device_of
+from ludus.model.hf_model import decoder_of, device_of, head_shape
 from ludus.model.packed_attention import (
+    HALF,
     Ints,
     Kernel,
     PackedContext,
@@ -41,7 +42,6 @@ _CHUNK = 256
 _SCORES = 1 << 24
 # At most this fraction of a group's queries, and of its keys, is padding.
 _PADDING = 0.15
-_HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,10 +199,7 @@ def can_share_prefixes(model: nn.Module) -> bool:
         return False
     if any(getattr(config, name, None) for name in ("attn_logit_softcapping", "attention_dropout")):
         return False
-    heads = getattr(config, "num_attention_heads", None)
-    if not isinstance(heads, int):
+    if not isinstance(getattr(config, "num_attention_heads", None), int):
         return False
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
     dtype = decoder.get_input_embeddings().weight.dtype
-    return dtype in _HALF and probed_kernel(device, dtype, heads, kv_heads, size, True) is not None
+    return dtype in HALF and probed_kernel(device, dtype, *head_shape(config), True) is not None

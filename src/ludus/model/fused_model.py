@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ludus.kernels import add_rms_norm, rms_norm, rotate, silu_mul, unavailable
-from ludus.model.attention import AttentionContext, AttentionParams
+from ludus.model.attention import AttentionContext, AttentionParams, StackedAttentionContext
 from ludus.model.fused_linear import (
     can_stack,
     parameter_grads,
@@ -25,6 +25,7 @@ from ludus.model.fused_linear import (
     stacked_matrix,
     stacked_parameters,
 )
+from ludus.model.hf_model import head_shape
 
 FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 """Model types (as a Hugging Face configuration names them) whose layers are computed alike."""
@@ -110,7 +111,7 @@ def _examine(decoder: Any) -> DecoderParts | str:
         return f"its activation is {config.hidden_act!r}, not silu"
     if getattr(config, "attention_dropout", 0.0):
         return "it has attention dropout"
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads, kv_heads, size = head_shape(config)
     if (
         getattr(decoder.rotary_emb, "inv_freq", None) is None
         or len(decoder.rotary_emb.inv_freq) * 2 != size
@@ -121,8 +122,8 @@ def _examine(decoder: Any) -> DecoderParts | str:
         rotary=decoder.rotary_emb,
         layers=tuple(_layer_parts(index, layer) for index, layer in enumerate(decoder.layers)),
         final_norm=decoder.norm,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
+        heads=heads,
+        kv_heads=kv_heads,
     )
 
 
@@ -321,7 +322,7 @@ def _layer(
     parts: DecoderParts,
     cos_TD: Tensor,
     sin_TD: Tensor,
-    context: Any,
+    context: AttentionContext,
 ) -> tuple[Tensor, Tensor]:
     """(output of the MLP, residual): the next norm adds them up."""
     heads = (parts.heads, parts.kv_heads)
@@ -335,7 +336,7 @@ def _layer(
         qkv_TC = stacked_linear(layer.qkv, normed_TD)
         if layer.head_norms is not None:
             qkv_TC = _norm_heads(layer.head_norms, qkv_TC, *heads)
-        if hasattr(context, "attend_qkv"):
+        if isinstance(context, StackedAttentionContext):
             mixed = context.attend_qkv(layer.index, qkv_TC, *angles, *heads, layer.params)
         else:
             mixed = _attend(layer, *rotate(qkv_TC, *angles, *heads), context)
@@ -348,13 +349,15 @@ def _layer(
     return stacked_linear([layer.mlp.down_proj], opened_TI), residual_TD
 
 
-def _attend(layer: LayerParts, query: Tensor, key: Tensor, value: Tensor, context: Any) -> Tensor:
+def _attend(
+    layer: LayerParts, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext
+) -> Tensor:
     """[T, Hq D] from states [T, H, D].
 
     Only views lie between these and the kernel: selecting with an index would cost a copy in the backward pass.
     """
-    flat = [states.transpose(0, 1).unsqueeze(0) for states in (query, key, value)]
-    mixed: Tensor = context.attend(layer.index, *flat, layer.params)
+    query, key, value = (states.transpose(0, 1).unsqueeze(0) for states in (query, key, value))
+    mixed = context.attend(layer.index, query, key, value, layer.params)
     return mixed.squeeze(0).flatten(1)
 
 

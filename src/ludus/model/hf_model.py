@@ -50,6 +50,14 @@ def text_config(model: nn.Module) -> Any:
     return unwrapped(model).config.get_text_config()
 
 
+def head_shape(config: Any) -> tuple[int, int, int]:
+    """(query heads, key heads, size of a head) of a language part, by its configuration."""
+    heads = int(config.num_attention_heads)
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return heads, int(kv_heads), int(size)
+
+
 def context_limit(model: nn.Module) -> int | None:
     """The model's context length in tokens; None when it does not say."""
     limit = getattr(text_config(model), "max_position_embeddings", None)

@@ -31,7 +31,7 @@ from ludus.model.attention import AttentionParams, attend, causal_mask, split_by
 
 log = logging.getLogger(__name__)
 
-_HALF = (torch.bfloat16, torch.float16)
+HALF = (torch.bfloat16, torch.float16)
 _PROBE_LENGTHS = (37, 5)
 _FOREST_LENGTHS, _FOREST_PARENTS = (37, 5, 19, 3, 21), (-1, 0, 1, 0, -1)
 
@@ -176,7 +176,7 @@ def kernel_for(
 
     In a `forest` sequences have ancestors.
     """
-    if query_THD.device.type != "cuda" or query_THD.dtype not in _HALF:
+    if query_THD.device.type != "cuda" or query_THD.dtype not in HALF:
         return None
     if params.softcap is not None or params.dropout > 0:
         return None

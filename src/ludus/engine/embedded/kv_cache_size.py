@@ -10,7 +10,7 @@ from torch import nn
 
 from ludus.engine.config import EngineConfig
 from ludus.kernels.device import free_memory
-from ludus.model.hf_model import context_limit, device_of, text_config, unwrapped
+from ludus.model.hf_model import context_limit, device_of, head_shape, text_config, unwrapped
 
 # Default size of the KV cache: of the free memory of a GPU, of all memory of a host.
 _SHARE = {"cuda": 0.4, "cpu": 0.125}
@@ -51,8 +51,7 @@ def releases_memory(model: nn.Module, config: EngineConfig) -> bool:
 def bytes_per_token(model: nn.Module) -> int:
     """Bytes of one token's keys and values in all layers."""
     config = text_config(model)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    _, heads, size = head_shape(config)
     element = unwrapped(model).get_input_embeddings().weight.element_size()
     return int(2 * config.num_hidden_layers * heads * size * element)
 

@@ -17,7 +17,14 @@ from torch import Tensor
 
 from ludus.kernels import paged_decode, paged_prefill, rotate_and_store
 from ludus.kernels.layers import store_kv
-from ludus.model.attention import AttentionParams, attend, attend_once, positional_mask, split_by_length
+from ludus.model.attention import (
+    AttentionParams,
+    StackedAttentionContext,
+    attend,
+    attend_once,
+    positional_mask,
+    split_by_length,
+)
 
 if TYPE_CHECKING:
     from ludus.engine.embedded.cuda.kv_cache import StaticKVCache
@@ -290,7 +297,7 @@ def similar_rows(counts_R: Ints, lengths_R: Ints, group_tokens: int) -> list[Int
     return groups
 
 
-class _KernelContext:
+class _KernelContext(StackedAttentionContext):
     """Writes the new tokens' keys and values to their slots, then attends over the blocks."""
 
     def __init__(self, kv_cache: StaticKVCache, slots_T: Tensor) -> None:

@@ -11,9 +11,9 @@ number of callers is bounded by the rollout's `max_in_flight`. Nothing runs in t
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +24,7 @@ from ludus.core.generation import Completion, Engine, FinishReason, OnTokens, Sa
 from ludus.core.images import not_shown
 from ludus.core.messages import MediaSpan
 from ludus.core.tokenizer import Tokenizer
+from ludus.engine.servers.in_flight import RequestsInFlight
 from ludus.engine.servers.openai_api import (
     MOST_STOPS,
     Answer,
@@ -78,10 +79,9 @@ class RemoteEngine(Engine):
         self._tokenizer = tokenizer
         self._write_calls = write_calls
         self._transport = HttpClient(key, self.options.connections)
-        self._running: dict[str | None, set[asyncio.Task[Answer]]] = {}
+        self._requests: RequestsInFlight[Answer] = RequestsInFlight()
         self._tells_stops = True
         self._has_warned = False
-        self._is_closed = False
 
     @property
     def name(self) -> str:
@@ -107,32 +107,15 @@ class RemoteEngine(Engine):
         media: Sequence[MediaSpan] = (),
         on_tokens: OnTokens | None = None,
     ) -> Completion:
-        if self._is_closed:
-            raise EngineError("the engine is closed", retriable=False)
+        self._requests.check_open()
         if media:
             raise not_shown("a model behind an address")
-        task = asyncio.ensure_future(self._answer(list(tokens), sampling))
-        self._running.setdefault(session, set()).add(task)
-        try:
-            await asyncio.wait([task])
-        finally:
-            self._forget(session, task)
-            if not task.done():  # the caller was cancelled
-                task.cancel()
-                await asyncio.wait([task])
-        if task.cancelled():
-            if self._is_closed:
-                raise EngineError("the engine is closed", retriable=False)
+        asking = self._answer(list(tokens), sampling)
+        answer = await self._requests.answer(session, uuid.uuid4().hex, asking)
+        if answer is None:
             return Completion([], [], FinishReason.ABORTED)
-        answer = task.result()
         ids = self._encode(answer.text)
         return Completion(ids, [NOT_KNOWN] * len(ids), answer.finish, stop=answer.stop)
-
-    def _forget(self, session: str | None, task: asyncio.Task[Answer]) -> None:
-        running = self._running[session]
-        running.discard(task)
-        if not running:
-            del self._running[session]
 
     @property
     def _is_chat(self) -> bool:
@@ -201,7 +184,7 @@ class RemoteEngine(Engine):
         )
 
     async def abort(self, session: str) -> None:
-        for task in self._running.get(session, ()):
+        for task in self._requests.of(session).values():
             task.cancel()
 
     async def pause(self) -> None:
@@ -218,7 +201,5 @@ class RemoteEngine(Engine):
         )
 
     async def close(self) -> None:
-        self._is_closed = True
-        for task in [task for running in self._running.values() for task in running]:
-            task.cancel()
+        self._requests.close()
         await self._transport.close()

@@ -29,6 +29,7 @@ from ludus.core.images import not_shown
 from ludus.core.messages import Json, MediaSpan
 from ludus.core.tokenizer import Tokenizer
 from ludus.engine.registry import EngineSetup
+from ludus.engine.servers.in_flight import RequestsInFlight
 from ludus.engine.servers.vllm_api import (
     WeightLabel,
     generate_body,
@@ -73,9 +74,9 @@ class VllmEngine(Engine):
         self._vocabulary = vocabulary or tokenizer.vocabulary_size
         self._label = WeightLabel(uuid.uuid4().hex[:12])
         self._version = 0
-        self._running: dict[str, dict[str, asyncio.Task[Completion]]] = {}
-        """The requests of each session, by their ids on the server."""
-        self._is_paused = self._is_loading = self._is_closed = False
+        self._requests: RequestsInFlight[Completion] = RequestsInFlight()
+        """By their ids on the server."""
+        self._is_paused = self._is_loading = False
 
     @classmethod
     def of_run(cls, setup: EngineSetup) -> VllmEngine:
@@ -107,27 +108,16 @@ class VllmEngine(Engine):
         media: Sequence[MediaSpan] = (),
         on_tokens: OnTokens | None = None,
     ) -> Completion:
-        self._check_open()
+        self._requests.check_open()
         if media:
             raise not_shown("a vLLM server")
         request = uuid.uuid4().hex
         body = generate_body(self._checked(tokens), sampling, request, self._server.address.model)
-        task = asyncio.ensure_future(self._complete(body, sampling, session))
-        key = session or ""
-        self._running.setdefault(key, {})[request] = task
-        try:
-            await asyncio.wait([task])
-        finally:
-            del self._running[key][request]
-            if not self._running[key]:
-                del self._running[key]
-            if not task.done():  # the caller was cancelled
-                task.cancel()
-                await asyncio.wait([task])
-        if task.cancelled():
-            self._check_open()
+        asking = self._complete(body, sampling, session)
+        completion = await self._requests.answer(session, request, asking)
+        if completion is None:
             return Completion([], [], FinishReason.ABORTED, (VersionSpan(0, self._version),))
-        return task.result()
+        return completion
 
     async def _complete(self, body: Json, sampling: Sampling, session: str | None) -> Completion:
         def read(answer: Json) -> Completion:
@@ -146,7 +136,7 @@ class VllmEngine(Engine):
         self, tokens: Sequence[int], *, temperature: float = 1.0, media: Sequence[MediaSpan] = ()
     ) -> list[float]:
         """At a temperature other than 1 each token is a request of its own: vLLM scores prompts at 1 alone."""
-        self._check_open()
+        self._requests.check_open()
         if media:
             raise not_shown("a vLLM server")
         given, model = self._checked(tokens), self._server.address.model
@@ -168,7 +158,7 @@ class VllmEngine(Engine):
 
     async def abort(self, session: str) -> None:
         """The server gives back what there is; where it does not, the connection is closed."""
-        running = dict(self._running.get(session, {}))
+        running = self._requests.of(session)
         try:
             async with asyncio.timeout(self._options.abort_seconds):
                 while any(not task.done() for task in running.values()):
@@ -195,7 +185,7 @@ class VllmEngine(Engine):
 
     async def load_weights(self, folder: Path, version: int) -> None:
         """The server reads the folder itself: it must see it under the same path."""
-        self._check_open()
+        self._requests.check_open()
         self._is_loading = True
         self._server.deadlines.hold()
         try:
@@ -227,7 +217,8 @@ class VllmEngine(Engine):
 
     async def start(self, folder: Path, version: int) -> None:
         """Wait for the server, check it, and give it these weights."""
-        self._is_closed = self._is_paused = False
+        self._requests.open()
+        self._is_paused = False
         problem = await self._server.ailment()
         if problem is not None:
             log.warning("waiting for %s: %s", self.name, problem)
@@ -273,18 +264,13 @@ class VllmEngine(Engine):
 
     async def close(self) -> None:
         """Leave the server as others can use it; it is not ended."""
-        if not self._is_closed and self._is_paused:
+        if self._is_paused:
+            self._is_paused = False
             with contextlib.suppress(EngineError, ConfigError, TimeoutError):
                 async with asyncio.timeout(self._options.abort_seconds):
                     await self._server.resume()
-        self._is_closed = True
-        for task in [task for requests in self._running.values() for task in requests.values()]:
-            task.cancel()
+        self._requests.close()
         await self._server.close()
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise EngineError("the engine is closed", retriable=False)
 
     def _checked(self, tokens: Sequence[int]) -> list[int]:
         """Requests that the server would refuse, or worse."""

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from ludus.core.failures import ConfigError, EngineError
 from ludus.core.messages import Json
-from ludus.engine.servers.deadlines import Deadlines
+from ludus.engine.servers.in_flight import Deadlines
 from ludus.engine.servers.vllm_api import REQUEST_PREFIX
 from ludus.engine.servers.vllm_check import (
     DEV_MODE,

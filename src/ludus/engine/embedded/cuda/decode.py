@@ -134,10 +134,11 @@ class DecodeStep:
         size = self._kv_cache.block_size
         width = int(positions.max()) // size + 1
         if self._state.widen(width):
-            self._graphs.clear()
+            self._graphs.clear()  # they hold the old tables' address
         room = rows_for(len(rows), self._state.idle)
         kind = _LOGITS if keeps_logits else _SAMPLE
         shape = self._graphs.choose(GraphShape(kind, room, room, wide_enough(width, size)))
+        # Only now the inputs: choosing may have captured, which fills these buffers with idle rows.
         host, count = self._inputs.hosts[copy], len(rows)
         self._idle(host, count)
         host["rows"][:count] = rows
@@ -169,11 +170,20 @@ class DecodeStep:
         self.store(place, torch.from_numpy(rows).to(device), (values[0], values[1], values[2]))
 
     def _compute(self, shape: GraphShape) -> Tensor | None:
+        """One step over static buffers, captured or called.
+
+        Everything that differs between steps is read from device memory at fixed addresses: a replay repeats
+        these kernels with the same pointers and sizes. So rows are padded to `shape.rows` (idle ones write to
+        the spare row and the spare block), and block tables are read up to `shape.width`.
+        """
         inputs = {name: values[: shape.rows] for name, values in self._inputs.device.items()}
         state, rows = self._state, inputs["rows"]
+        # The entry of the block that this token goes to, before the tables are read: a row that begins a block
+        # has it in the step itself, without a launch of its own.
         state.block_tables.view(-1).index_copy_(0, inputs["entries"], inputs["blocks"])
         block_tables = state.block_tables[:, : shape.width].index_select(0, rows)
         context = DecodeContext(self._kv_cache, inputs["slots"], block_tables, inputs["lengths"])
+        # What the row sampled in the step before, which may not have reached the host yet.
         ids = state.last_tokens.index_select(0, rows)
         hidden = hidden_states(self._model, ids, inputs["positions"], context)
         logits = head_logits(self._model, hidden)

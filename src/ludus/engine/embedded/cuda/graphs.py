@@ -130,13 +130,17 @@ class StepGraphs:
 
     def _capture(self, shape: GraphShape) -> bool:
         """Capture a shape if possible; whether there is a graph now."""
+        # The order matters. (1) Wait: steps in flight still read the static buffers. (2) Make them idle, so
+        # that the trial run and the capture write to the spare row and block alone. (3) Run once uncaptured:
+        # kernels are compiled and chosen in their first call, which a capture does not allow. (4) Wait, and
+        # capture. The caller then fills the buffers with the step's inputs and replays.
         started = time.perf_counter()
         run, make_idle = self._steps[shape.kind]
         torch.cuda.synchronize(self._device)  # nothing is on its way through the buffers
         make_idle()
         trouble = ""
         try:
-            run(shape)  # kernels are compiled and chosen here, outside of the capture
+            run(shape)
             torch.cuda.synchronize(self._device)
             self._graphs[shape] = self._captured(shape)
         except torch.OutOfMemoryError:
@@ -175,6 +179,8 @@ class StepGraphs:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         self._stream = stream = self._stream or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         graph = torch.cuda.CUDAGraph()
+        # A capture needs a stream of its own, ordered behind the current one; replays go to the current one.
+        # One pool for all: graphs run one after the other, and each may overwrite what others computed with.
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             try:

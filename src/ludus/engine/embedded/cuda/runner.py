@@ -4,6 +4,16 @@ A step has two parts on one stream: first its prefill, then its decoding rows, b
 are long. In this order a request that shares the prompt of another one in the same step reads what that one has
 just written. Nothing here waits for the device, except where a request samples from a truncated distribution:
 its tokens are sampled by plain torch operations, and the step is collected at once.
+
+Double buffering. Device buffers exist once: the stream runs steps one after the other, so a step's inputs may
+be overwritten as soon as the copy for the next one is reached. Host buffers (pinned) exist `lookahead + 1`
+times, because the host runs ahead of the device:
+
+    host     fill 0, launch A   fill 1, launch B   collect A (wait, read 0)   fill 0, launch C   collect B ...
+    stream       [copy 0 in][step A][copy 0 out]   [copy 1 in][step B][copy 1 out]   [copy 0 in] ...
+
+While B runs, the host schedules C; it may fill copy 0 again because A, the last step that used it, was
+collected: `EngineCore` never has more than `lookahead` steps in flight when it launches another.
 """
 
 from __future__ import annotations
@@ -64,6 +74,8 @@ class CudaModelRunner:
         others = [chunk for chunk in chunks if not chunk.is_decode]
         with on_device(self._device):
             clock = StepTimer(self._device)
+            # The order on the stream is the contract: prefill, decode, then results and scores to the host. The
+            # clock's last event comes after them, so that waiting for it makes the host's arrays valid.
             scores = self._prefill.launch(copy, others, block_tables) if others else []
             is_urgent = self._launch_decode(copy, decoding, block_tables) if decoding else False
             first = [chunk for chunk in others if chunk.samples]
