@@ -8,6 +8,7 @@ import pytest
 
 from ludus.core import MissingExtraError
 from ludus.observe import JsonLinesSink, RunWriter, TensorBoardSink, WandbSink, read_metrics
+from ludus.training.config.run import RunConfig
 
 
 @pytest.fixture
@@ -155,6 +156,27 @@ def test_wandb_gets_the_rows(tmp_path, monkeypatch):
     assert inits[0]["mode"] == "offline"
     assert inits[0]["config"] == {"lr": 1}
     assert inits[0]["resume"] == "allow"
+
+
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        ("p", {"project": "p", "name": "run", "entity": None, "group": None, "tags": []}),
+        (
+            {"project": "p", "name": "n", "entity": "team", "group": "seeds", "tags": ["a", "b"]},
+            {"project": "p", "name": "n", "entity": "team", "group": "seeds", "tags": ["a", "b"]},
+        ),
+    ],
+)
+def test_a_recipe_names_its_run_on_wandb(tmp_path, monkeypatch, given, sent):
+    inits = []
+    fake_run = SimpleNamespace(finish=lambda: None, define_metric=lambda *a, **k: None)
+    fake = SimpleNamespace(init=lambda **options: (inits.append(options), fake_run)[1])
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    recipe = {"run": RunConfig.model_validate({"wandb": given}).model_dump(mode="json")}
+    (tmp_path / "run").mkdir()
+    WandbSink.of_run(tmp_path / "run", recipe, 0).close()
+    assert {name: inits[0][name] for name in sent} == sent
 
 
 @pytest.mark.parametrize(("package", "sink"), [("tensorboard", TensorBoardSink), ("wandb", WandbSink)])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from training_helpers import TINY
+from training_helpers import TINY, add, even, tasks
 
 import ludus
 from ludus.core import (
@@ -411,3 +411,21 @@ def test_reports_say_what_was_lost(tmp_path: Path) -> None:
     assert shown["success, failed ones as 0 / as 1"] == "0.600 / 1.000"
     text = study_markdown(one)
     assert "8 of 20 model's episodes (40%) failed" in text and "Most often (8 times)" in text
+
+
+def test_a_recipe_says_how_evaluations_are_drawn() -> None:
+    tables = {name: TINY[name] for name in ("model", "budgets", "engine", "threads")}
+    given = {"tasks": tasks(3), "held_out": tasks(3), "tools": [add], "rewards": [even]}
+
+    def played(**sampling: float) -> list[list[int]]:
+        found = ludus.evaluate(**tables, **given, evaluation={"attempts": 2, **sampling})
+        return [one.tokens for one in found.trajectories]
+
+    greedy = played(temperature=0)
+    assert played(top_k=1) == played(min_p=1.0) == greedy
+    assert played(temperature=1) != greedy
+
+
+def test_what_would_bias_training_is_still_refused_there() -> None:
+    with pytest.raises(ConfigError, match="importance ratios wrong"):
+        ludus.train(**TINY, tasks=tasks(2), rewards=[even], sampling={"top_p": 0.9})

@@ -91,7 +91,9 @@ def test_every_kind_of_path_follows_the_recipe(home: Path) -> None:
     (home / "recipe.toml").write_text(text)
     recipe = load_recipe(home / "recipe.toml")
     assert recipe.run.sinks == (f"{home}/code/own.py:even",)
-    assert (recipe.run.folder, recipe.run.wandb) == ("data/shop.db", "data/rows.jsonl"), "not read from"
+    assert (recipe.run.folder, recipe.run.wandb.project) == ("data/shop.db", "data/rows.jsonl"), (
+        "not read from"
+    )
     sft, dpo, distill = recipe.stage
     shop = str(home / "data/shop.db")
     assert recipe.model.name == distill.teacher == str(home / "models/tiny")  # type: ignore[union-attr]

@@ -18,6 +18,7 @@ from test_lora import base  # noqa: F401 - a fixture
 from training_helpers import TINY, add, even, expert, tasks
 
 import ludus
+from ludus.core.generation import Sampling
 from ludus.engine.replicas import ProcessReplica
 from ludus.observe import RunFolder, undefined
 from ludus.training import Parts, Recipe, build_run_context
@@ -155,7 +156,7 @@ async def test_evaluation_on_two_engines() -> None:
         recipe = Recipe.parse({**TINY, "cluster": {"engines": engines}})
         parts = Parts(tasks=tasks(6), held_out=tasks(6), tools=[add], rewards=[even], agent=Talker())
         async with await build_run_context(recipe, parts) as context:
-            measured = await context.measure(attempts=2, temperature=1.0)
+            measured = await context.measure(attempts=2, sampling=Sampling())
             found.append([action.tokens for t in measured.trajectories for action in t.actions])
             before = context.engine.policy_version
             for _ in range(3):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -69,23 +69,20 @@ class PlayOptions:
     tasks: int | None
     attempts: int | None
     temperature: float | None
-    top_p: float
-    top_k: int
-    min_p: float
-    repetition_penalty: float
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    repetition_penalty: float | None
     seed: int
     show: int
     out: Path | None
 
-    def sampling(self, temperature: float) -> Sampling:
+    def sampling(self, usual: Sampling) -> Sampling:
+        """How to draw: as the command's options say, and as `usual` where they say nothing."""
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         try:
-            return Sampling(
-                temperature=self.temperature if self.temperature is not None else temperature,
-                top_p=self.top_p,
-                top_k=self.top_k,
-                min_p=self.min_p,
-                repetition_penalty=self.repetition_penalty,
-            )
+            return replace(usual, **given)
         except ValueError as error:
             name, _, why = str(error).removeprefix("sampling.").partition(" ")
             raise ConfigError(f"--{name.replace('_', '-')} {why}") from None
@@ -148,7 +145,7 @@ def run_evaluation(
     if not held_out:
         table = "evaluation in a [[task_sets]] table" if recipe.task_sets else "tasks.evaluation"
         raise ConfigError(f"{source} names no held-out tasks: set {table}")
-    sampling = options.sampling(recipe.evaluation.temperature)
+    sampling = options.sampling(recipe.evaluation.sampling)
     attempts = options.attempts or recipe.evaluation.attempts
     measured = [one for one in sets if one.name in {part.name for part in held_out}]
     settings = settings_of(measured, [part.tasks for part in held_out], attempts, sampling, options.seed)
@@ -347,7 +344,7 @@ def _play(
     from ludus.training.api import play  # torch and transformers come with it
 
     console = Console()
-    sampling = options.sampling(recipe.evaluation.temperature)
+    sampling = options.sampling(recipe.evaluation.sampling)
     attempts = options.attempts or recipe.evaluation.attempts
     count = sum(map(len, tasks.values()))
     with console.status(f"playing {count * attempts} episodes"):

@@ -22,15 +22,17 @@ Tasks = Annotated[
 ]
 Temperature = Annotated[float | None, typer.Option(min=0.0, help="0 is greedy.")]
 TopP = Annotated[
-    float, typer.Option(min=0.0, max=1.0, help="Draw from the most likely tokens of this mass.")
+    float | None, typer.Option(min=0.0, max=1.0, help="Draw from the most likely tokens of this mass.")
 ]
-TopK = Annotated[int, typer.Option(min=0, help="Draw from so many of the most likely tokens; 0 is all.")]
+TopK = Annotated[
+    int | None, typer.Option(min=0, help="Draw from so many of the most likely tokens; 0 is all.")
+]
 MinP = Annotated[
-    float,
+    float | None,
     typer.Option(min=0.0, max=1.0, help="Least share of the best token's likelihood."),
 ]
 Penalty = Annotated[
-    float, typer.Option(min=0.01, help="Above 1, tokens that have occurred are less likely.")
+    float | None, typer.Option(min=0.01, help="Above 1, tokens that have occurred are less likely.")
 ]
 Show = Annotated[int, typer.Option(min=0, help="Print so many episodes.")]
 Out = Annotated[
@@ -86,10 +88,10 @@ def evaluate(
         typer.Option(help="Go on in this folder, or make it; evaluations/NAME-COUNTER when left out."),
     ] = None,
     temperature: Temperature = None,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    min_p: MinP = 0.0,
-    repetition_penalty: Penalty = 1.0,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    min_p: MinP = None,
+    repetition_penalty: Penalty = None,
     seed: Annotated[int, typer.Option(help="Decides the draws.")] = 0,
     tokenizer: Annotated[
         str | None,

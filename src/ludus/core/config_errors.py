@@ -80,7 +80,8 @@ _KEYS_ELSEWHERE = {
     "run.checkpoint_every": "save_steps save_freq",
     "run.keep_checkpoints": "save_total_limit",
     "evaluation.every": "eval_steps test_freq",
-    "run.wandb": "report_to",
+    "run.wandb.project": "report_to wandb_project project_name",
+    "run.wandb.name": "run_name experiment_name",
 }
 """A key of a recipe, and the words that TRL, verl and others have for it."""
 OTHER_FRAMEWORKS_KEYS = {word: key for key, words in _KEYS_ELSEWHERE.items() for word in words.split()}

@@ -8,7 +8,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -105,7 +105,16 @@ class WandbSink:
     """Weights & Biases. `mode` is online, offline or disabled; None lets WANDB_MODE decide."""
 
     def __init__(
-        self, folder: str | Path, *, project: str, name: str, recipe: Json, mode: str | None = None
+        self,
+        folder: str | Path,
+        *,
+        project: str,
+        name: str,
+        recipe: Json,
+        entity: str | None = None,
+        group: str | None = None,
+        tags: Sequence[str] = (),
+        mode: str | None = None,
     ) -> None:
         try:
             import wandb
@@ -114,6 +123,9 @@ class WandbSink:
         self._run: Any = wandb.init(
             project=project,
             name=name,
+            entity=entity,
+            group=group,
+            tags=list(tags),
             id=_lasting_id(Path(folder) / "wandb-id"),
             resume="allow",
             config=recipe,
@@ -125,7 +137,8 @@ class WandbSink:
 
     @classmethod
     def of_run(cls, folder: Path, recipe: Json, first_step: int) -> WandbSink:
-        return cls(folder, project=recipe["run"]["wandb"], name=folder.name, recipe=recipe)
+        named = {name: value for name, value in recipe["run"]["wandb"].items() if value is not None}
+        return cls(folder, **{"name": folder.name, **named}, recipe=recipe)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, **metrics})

@@ -205,7 +205,7 @@ def evaluate(
     tasks = {one.name: one.parts.held_out[:most] for one in task_set_specs(resolved, parts)}
     if not any(tasks.values()):
         raise ConfigError("there is nothing to evaluate on: set tasks.evaluation, or pass held_out=")
-    drawn = sampling or Sampling(temperature=resolved.evaluation.temperature)
+    drawn = sampling or resolved.evaluation.sampling
     return run_coroutine(
         play(resolved, parts, tasks, attempts or resolved.evaluation.attempts, drawn, seed)
     )

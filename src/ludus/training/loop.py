@@ -280,7 +280,7 @@ class Trainer:
             return
         async with self._stage.holding() if self._stage is not None else nullcontext():
             result = await self.context.measure(
-                attempts=config.attempts, temperature=config.temperature, tasks=config.tasks
+                attempts=config.attempts, sampling=config.sampling, tasks=config.tasks
             )
         check_failures(result.groups, self.recipe.max_failures)
         self._warn_of_failures(result.groups, "held-out")

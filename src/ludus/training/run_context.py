@@ -165,7 +165,7 @@ class RunContext:
         self,
         *,
         attempts: int,
-        temperature: float,
+        sampling: Sampling,
         tasks: int | None = None,
         pass_at: Sequence[int] = (),
         with_pass: bool = False,
@@ -183,7 +183,7 @@ class RunContext:
             measured = await measure_sets(
                 list(zip(self.task_sets, held_out, strict=True)),
                 attempts=attempts,
-                sampling=Sampling(temperature=temperature),
+                sampling=sampling,
                 seed=self.recipe.seed,
             )
         finally:

@@ -25,7 +25,7 @@ _FOLDERS = (
     ("task_sets", "rewards", "folder"),
 )
 """Keys whose texts name folders, which have no ending to be known by."""
-_TEXTS = ("system", "run.folder", "run.wandb")
+_TEXTS = ("system", "run.folder", "wandb")
 """Keys whose texts are not read from: they are no path, or one that is written to."""
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ludus.core.config import Config, Place
-from ludus.core.generation import COLDEST, HOTTEST
+from ludus.core.generation import COLDEST, HOTTEST, Sampling
 
 _TRUNCATION = {"top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
 """Sampling settings that importance ratios rule out, and the values with which they do nothing."""
@@ -30,12 +30,32 @@ class SamplingConfig(Config):
             raise ValueError(
                 "top_p, top_k, min_p and repetition_penalty draw from another distribution than the one "
                 "that is trained, which makes importance ratios wrong; leave them out of an RL recipe "
-                "(temperature is fine, and `ludus eval` and `ludus rollout` accept all of them)"
+                "(temperature is fine; [evaluation], `ludus eval` and `ludus rollout` accept all of them)"
             )
         return {name: value for name, value in raw.items() if name not in _TRUNCATION}
 
 
-class EvaluationConfig(Config):
+class EvaluationSampling(Config):
+    """How tokens are drawn in evaluations. Nothing is trained on them, so truncation is allowed."""
+
+    temperature: float = Field(default=1.0, ge=0, le=HOTTEST)
+    """0 is greedy."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Draw from the most likely tokens of this mass."""
+    top_k: int = Field(default=0, ge=0)
+    """Draw from so many of the most likely tokens; 0 is all."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Least share of the best token's likelihood."""
+    repetition_penalty: float = Field(default=1.0, ge=0.001, le=1000)
+    """Above 1, tokens that have occurred are less likely."""
+
+    @property
+    def sampling(self) -> Sampling:
+        """These settings as an engine takes them."""
+        return Sampling(**{name: getattr(self, name) for name in EvaluationSampling.model_fields})
+
+
+class EvaluationConfig(EvaluationSampling):
     """When and how to measure on held-out tasks."""
 
     every: int = Field(default=0, ge=0)
@@ -48,8 +68,6 @@ class EvaluationConfig(Config):
     """How many of the held-out tasks; all when left out."""
     attempts: int = Field(default=1, ge=1)
     """Episodes for each task."""
-    temperature: float = Field(default=1.0, ge=0, le=HOTTEST)
-    """0 is greedy."""
 
     @model_validator(mode="after")
     def _can_stop(self) -> EvaluationConfig:
@@ -59,6 +77,21 @@ class EvaluationConfig(Config):
                 "evaluation.every"
             )
         return self
+
+
+class WandbConfig(Config):
+    """Weights & Biases (extra: wandb): what the run is called there."""
+
+    project: str
+    """The project that the run is logged to."""
+    name: str | None = None
+    """The run's name there; that of its folder when left out."""
+    entity: str | None = None
+    """The user or team that owns the project."""
+    group: str | None = None
+    """A group of runs, such as the seeds of one recipe."""
+    tags: tuple[str, ...] = ()
+    """Tags of the run."""
 
 
 class RunConfig(Config):
@@ -81,10 +114,15 @@ class RunConfig(Config):
     RUN)."""
     tensorboard: bool = False
     """Also write TensorBoard events (extra: tensorboard)."""
-    wandb: str | None = None
-    """Also log to this Weights & Biases project (extra: wandb)."""
+    wandb: WandbConfig | None = None
+    """Also log to Weights & Biases (extra: wandb): "PROJECT", or { project = "PROJECT", tags = ["a"], ... }."""
     sinks: tuple[str, ...] = ()
     """Also send metrics to what these functions open, such as 'file.py:open_sink' (docs/observe.md)."""
+
+    @field_validator("wandb", mode="before")
+    @classmethod
+    def _short_form(cls, given: Any) -> Any:
+        return {"project": given} if isinstance(given, str) else given
 
     @property
     def all_sinks(self) -> list[str]:

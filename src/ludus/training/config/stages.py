@@ -9,8 +9,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from ludus.core.config import Config, Place
-from ludus.core.generation import HOTTEST
 from ludus.training.config.model import ModelConfig
+from ludus.training.config.run import EvaluationSampling
 
 Decay = Annotated[float, Field(ge=0, lt=1, strict=True)]
 
@@ -337,7 +337,7 @@ class DistillationConfig(BaseStageConfig):
         return False
 
 
-class EvaluationStageConfig(BaseStageConfig):
+class EvaluationStageConfig(BaseStageConfig, EvaluationSampling):
     """An evaluation on the held-out tasks, with pass@k."""
 
     label = "the evaluation"
@@ -349,8 +349,6 @@ class EvaluationStageConfig(BaseStageConfig):
     """What kind of stage this is."""
     attempts: int = Field(default=4, ge=1)
     """Episodes for each task."""
-    temperature: float = Field(default=1.0, ge=0, le=HOTTEST)
-    """0 is greedy."""
     pass_at: tuple[Annotated[int, Field(strict=True)], ...] = ()
     """The k of pass@k; powers of two up to the attempts when left out."""
 

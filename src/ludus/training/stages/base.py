@@ -139,7 +139,7 @@ class EvaluationStage(Stage[EvaluationStageConfig]):
         config = self.config
         measured = await self.context.measure(
             attempts=config.attempts,
-            temperature=config.temperature,
+            sampling=config.sampling,
             pass_at=config.pass_at,
             with_pass=True,
         )
