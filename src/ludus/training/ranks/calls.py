@@ -92,10 +92,10 @@ class _Writer:
         if kind is bytes:
             return {"bytes": self._place(given)}
         if isinstance(given, Tensor):
-            flat = given.detach().cpu().reshape(-1).view(torch.uint8)
-            return {
-                "tensor": [str(given.dtype), list(given.shape), self._append(flat.numpy().tobytes())]
-            }
+            flat = given.detach().cpu().reshape(-1)
+            # an empty tensor may have a stride of 0, and then has no view as bytes
+            body = flat.view(torch.uint8).numpy().tobytes() if len(flat) else b""
+            return {"tensor": [str(given.dtype), list(given.shape), self._append(body)]}
         if isinstance(given, np.generic):
             return self.value(given.item())
         if isinstance(given, torch.dtype):
