@@ -295,7 +295,8 @@ def trajectory_of(
     check_conversation(conversation)
     try:
         rendered = _rendered(conversation, renderer, tools)
-        return _only_read(rendered, getattr(conversation, "shared", 0))
+        shared = conversation.shared if isinstance(conversation, PromptedConversation) else 0
+        return _only_read(rendered, shared)
     except ImageError as error:
         broken = undecodable_images(conversation)  # the error has the bytes' problem, not their origin
         raise ConfigError(next(broken, str(error))) from error

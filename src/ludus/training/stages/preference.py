@@ -313,10 +313,9 @@ class PreferenceStage(Stage[PreferenceConfig]):
             self._given = await load_preferences(self.context, self.config)
             equal = sum(isinstance(one, Pair) and has_equal_sides(one) for one in self._given)
             if equal:
+                found = len(self._given)
                 log.warning(
-                    "in %d of %d pairs both sides say the same, which teaches nothing",
-                    equal,
-                    len(self._given),
+                    "in %d of %d pairs both sides say the same: they teach nothing", equal, found
                 )
 
     async def advance(self, number: int) -> StepResult:
@@ -326,8 +325,7 @@ class PreferenceStage(Stage[PreferenceConfig]):
         learned: Sequence[Pair | Labelled]
         batch: NextBatch | None = None
         if self._rollouts is None:
-            seed = key(self.seed, "dpo")
-            learned = items_of_step(self._given, number, self.config.batch, seed)
+            learned = items_of_step(self._given, number, self.config.batch, key(self.seed, "dpo"))
         else:
             batch = await self._rollouts.next_batch()
             groups = batch.played.groups
@@ -396,9 +394,11 @@ async def load_preferences(context: RunContext, config: PreferenceConfig) -> Seq
                 found.append(Pair(answer, trajectory_of(second, renderer, specs)))
         except ConfigError as error:
             raise ConfigError(f"{source}, pair {number}: {error}") from None
-    sides = {"chosen": "what was chosen in pair", "rejected": "what was rejected in pair"}
-    for side, what in sides.items() if config.loss != "kto" else [("trajectory", "answer")]:
-        check_readable([getattr(one, side) for one in found], context.model, what)
+    pairs = [one for one in found if isinstance(one, Pair)]
+    check_readable([one.chosen for one in pairs], context.model, "what was chosen in pair")
+    check_readable([one.rejected for one in pairs], context.model, "what was rejected in pair")
+    labelled = (one for one in found if isinstance(one, Labelled))
+    check_readable([one.trajectory for one in labelled], context.model, "answer")
     if all(isinstance(one, Pair) and has_equal_sides(one) for one in found):
         raise ConfigError(_ALL_EQUAL.format(source=source))
     return found
