@@ -9,7 +9,7 @@ about half of the tokens said by the model).
 
     stock     model(input_ids, labels), sdpa attention, all logits, fused AdamW on bf16 weights; ragged rows are
               padded, in the given order, into batches of at most 16,384 places
-    ludus     `Learner.step` over `packs_of` the rows with the clipped surrogate of GRPO: packed, fp32 masters,
+    ludus     `Learner.step` over `micro_batches` with the clipped surrogate of GRPO: packed, fp32 masters,
               fp32 gradient sums, entropy and ratios measured
 
 each without recomputation and with all layers recomputed, and Ludus, on even rows, also in two passes of 8,192

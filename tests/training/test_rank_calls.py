@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from ragged_episodes import branched, tiny_model
+from torch import Tensor
 
 from ludus.core import Trajectory
 from ludus.core.trajectory import Segment, SegmentKind
@@ -25,20 +26,20 @@ from ludus.model.attention import CONTEXT
 from ludus.model.packed_attention import PackedContext
 from ludus.remote.channel import pack_frame
 from ludus.training import (
+    Batch,
     Critic,
     Learner,
     OptimizerConfig,
     PreferenceConfig,
     RLConfig,
     RolloutBatch,
-    Row,
 )
 from ludus.training.optim.critic import ValueModel
 from ludus.training.ranks.calls import LEFT_BEHIND, OnLeader, pack_call, unpack_call
 from ludus.training.sharded_models import Skeleton, made_from, skeleton_of
 from ludus.training.stages.preference import Labelled, Pair
 
-SENT = [RolloutBatch, Row, Pair, Labelled, Trajectory]
+SENT = [RolloutBatch, Batch, Pair, Labelled, Trajectory]
 """What training gives to its calls, beside learners, models, settings and plain values."""
 
 
@@ -69,6 +70,8 @@ class Samples:
             return frozenset({self.of(inner[0])})
         if origin in (dict, Mapping):
             return {self.of(inner[0]): self.of(inner[1])}
+        if hint is Tensor:
+            return torch.full((2,), self.count)
         if hint is Any:
             return [f"any {self.count}", {"of": self.count}]
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
@@ -110,6 +113,8 @@ def assert_arrived(value: Any, arrived: Any, left: list[str]) -> None:
     elif isinstance(value, dict):
         assert list(arrived) == list(value)
         assert_arrived(list(value.values()), list(arrived.values()), left)
+    elif isinstance(value, Tensor):
+        assert arrived.dtype == value.dtype and torch.equal(arrived, value)
     else:
         assert arrived == value
 

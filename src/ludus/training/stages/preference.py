@@ -280,14 +280,13 @@ class PreferenceStage(Stage[PreferenceConfig]):
     def __init__(self, context: RunContext, folder: Path, config: PreferenceConfig) -> None:
         super().__init__(context, folder, config)
         # given pairs were not sampled: they are read at temperature 1, mined ones at the one they were drawn at
-        temperature = context.recipe.sampling.temperature if config.pairs is None else 1.0
+        mines = config.pairs is None
+        temperature = context.recipe.sampling.temperature if mines else 1.0
         self._learner = context.ranks.make(
             Learner, context.policy, config.optimizer, config.steps, temperature, self.seed
         )
         mining = RolloutSettings(config.tasks, config.attempts)
-        self._rollouts = (
-            step_by_step(context.task_sets, mining, self.seed) if config.pairs is None else None
-        )
+        self._rollouts = step_by_step(context.task_sets, mining, self.seed) if mines else None
         self._given: Sequence[Pair | Labelled] = []
         self._found_any = False
         """Whether any step so far has mined a pair."""
@@ -313,9 +312,10 @@ class PreferenceStage(Stage[PreferenceConfig]):
             self._given = await load_preferences(self.context, self.config)
             equal = sum(isinstance(one, Pair) and has_equal_sides(one) for one in self._given)
             if equal:
-                found = len(self._given)
                 log.warning(
-                    "in %d of %d pairs both sides say the same: they teach nothing", equal, found
+                    "in %d of %d pairs both sides say the same, which teaches nothing",
+                    equal,
+                    len(self._given),
                 )
 
     async def advance(self, number: int) -> StepResult:
