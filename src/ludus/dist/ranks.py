@@ -2,7 +2,7 @@
 
 The actor starts the process as `ludus train` starts one on its own machine and waits for its end. The process
 ends with the actor (its pipe closes), and the actor with the process that asked for it (Ray ends it), so no
-rank outlives its run, whoever of the three is killed.
+rank outlives its run, whichever of the three is killed.
 """
 
 from __future__ import annotations

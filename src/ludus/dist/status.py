@@ -42,7 +42,7 @@ class ClusterStatus:
 
 
 def look(address: str | None = None) -> ClusterStatus:
-    """Join a cluster for a moment and ask everybody who belongs to Ludus; nobody is waited for long."""
+    """Join a cluster for a moment and query all Ludus actors, with a short timeout each."""
     ray = load_ray("looking at a cluster")
     joined = join_ray(address)
     try:

@@ -37,7 +37,7 @@ class Instance:
     born: float
     uses: int = 0
     has_rested: bool = False
-    """Whether it has been idle, so that nobody knows how it is."""
+    """Has been idle: health-check before reuse."""
     thread: ThreadExecutor | None = None
     """Its own thread, where it has one."""
     expiry: asyncio.TimerHandle | None = None
@@ -173,7 +173,7 @@ class InstanceFactory:
 
 
 def is_final(error: BaseException) -> bool:
-    """Whether another instance would fail in the same way: a setting is wrong, or nobody is at the address."""
+    """Whether another instance would fail in the same way: a wrong setting, or no server at its address."""
     return isinstance(error, ConfigError) or (isinstance(error, InfraError) and not error.replay)
 
 

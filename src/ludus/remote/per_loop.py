@@ -22,7 +22,7 @@ _Opened = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[R, AsyncGen
 class PerLoop(Generic[R]):
     """One resource per event loop, made when first needed.
 
-    It is closed by `close`, with the event loop, or when nobody has this object any more. An async generator
+    It is closed by `close`, with the event loop, or when this object is garbage. An async generator
     holds it, and event loops close their async generators when they shut down.
     """
 

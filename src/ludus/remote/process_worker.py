@@ -182,7 +182,7 @@ def _pack_error(error: BaseException) -> bytes:
 
 def main() -> None:
     """Serve calls until the parent closes the connection."""
-    # Whoever imports this module here gets this one, and not a second one that reads nothing.
+    # An import of this module in here gives this one, and not a second one that reads nothing.
     sys.modules["ludus.remote.process_worker"] = sys.modules["__main__"]
     connection = socket.socket(fileno=int(sys.argv[1]))
     end_with_parent(int(sys.argv[2]))

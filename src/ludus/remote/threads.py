@@ -232,7 +232,7 @@ _running: set[_Job] = set()
 
 
 def busy_locations() -> list[str]:
-    """Where in user code coroutines of this event loop wait, and functions run that somebody waits for."""
+    """Where in user code coroutines of this event loop wait, and functions run that have a caller."""
     threads = [thread_location(job.thread) for job in list(_running) if not job.dropped]
     return list(
         dict.fromkeys([*pending_locations(), *(place for place in threads if place is not None)])
@@ -374,7 +374,7 @@ def frozen_gc() -> Iterator[None]:
     A process that has imported torch holds a million objects that never become garbage. A full collection
     walks over all of them, and for that fifth of a second no episode goes on and no GPU gets work. Objects made
     inside are collected as usual; only a cycle among older objects has to wait. May be nested, and entered by
-    several threads. A heap that somebody else has frozen stays as it is.
+    several threads. A heap that other code has frozen stays as it is.
     """
     global _gc_frozen_by
     with _gc_lock:

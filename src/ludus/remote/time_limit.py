@@ -1,6 +1,6 @@
 """A time limit for one episode; seconds spent in a Ludus queue do not count.
 
-Whoever makes an episode wait for a place (a pool, the engine, a tool's limit, a server's queue) says so::
+Code that makes an episode wait for a place (a pool, the engine, a tool's limit, a server's queue) says so::
 
     async with time_limit(600) as deadline:     # around the episode
         ...

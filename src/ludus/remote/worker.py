@@ -66,7 +66,8 @@ class ServiceProcess:
         self._variables = variables
         self._process: WorkerProcess | None = None
         self._channel: RequestChannel | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._reaping: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     @property
@@ -86,9 +87,9 @@ class ServiceProcess:
         path = [entry for entry in sys.path if isinstance(entry, str)]
         writer.write(pack_frame({"path": path}))
         self._channel = RequestChannel(reader, writer)
-        self._tasks.append(asyncio.create_task(self._notice_end(self._process, self._channel)))
+        self._reaping = asyncio.create_task(self._notice_end(self._process, self._channel))
         reply = await self.request("start", head, body)
-        self._tasks.append(asyncio.create_task(self._notice_hang(self._process, self._channel)))
+        self._watching = asyncio.create_task(self._notice_hang(self._process, self._channel))
         return reply
 
     async def request(self, operation: str, head: Json | None = None, body: bytes = b"") -> Frame:
@@ -106,19 +107,19 @@ class ServiceProcess:
 
     async def kill(self) -> None:
         """End it and everything it started, at once."""
-        tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
         self._end(f"{self._name} was ended")
-        process, channel, self._process = self._process, self._channel, None
-        if process is not None:
-            process.signal()
-            await asyncio.to_thread(process.kill)
-        if channel is not None:
-            await channel.close()
-        elif process is not None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.signal()
+        if self._channel is None or self._reaping is None:
             process.connection.close()
+            await asyncio.to_thread(process.kill)
+            return
+        if self._watching is not None:
+            self._watching.cancel()
+        await self._channel.close()  # which ends the wait in `_notice_end`
+        await self._reaping
 
     async def _notice_end(self, process: WorkerProcess, channel: RequestChannel) -> None:
         await channel.closed()

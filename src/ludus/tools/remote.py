@@ -444,7 +444,7 @@ class RemoteTools:
         _log.warning("%r may have run on a server process that is gone; it is repeated", call.name)
 
     def _cancel_in_background(self, session: _RemoteSession, call: _PendingCall) -> None:
-        """Tell the server of a call that it may be running and nobody waits for any more."""
+        """Tell the server to end a call that may still run there, and has no caller any more."""
         self._delete_in_background(f"{session.url}/calls/{call.body['key']}")
 
     def _delete_in_background(self, url: str) -> None:

@@ -14,8 +14,7 @@ from ludus.tools.hosting.host import (
     ToolsFile,
     load_tools,
 )
-from ludus.tools.hosting.pool import PooledHost, ToolWorker
-from ludus.tools.hosting.process_host import ProcessHost
+from ludus.tools.hosting.pool import PooledHost, ProcessHost, ToolWorker
 
 __all__ = [
     "EpisodeLost",

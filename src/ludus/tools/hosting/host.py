@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 from pydantic import Field, TypeAdapter
 
@@ -54,7 +54,7 @@ class HostHealth:
 class ToolHost(Protocol):
     """Hosts one set of tools for many episodes. It has no queue: its caller decides what may enter.
 
-    A caller ends a call early by cancelling it; a host hands the cancellation on to whoever runs it.
+    A caller ends a call early by cancelling it; a host hands the cancellation on to what runs it.
     """
 
     async def start(self) -> Sequence[ToolFacts]:
@@ -67,7 +67,7 @@ class ToolHost(Protocol):
         """The tools that the episode can call now."""
 
     async def call(self, call: ToolCall, context: ToolContext) -> ToolResult:
-        """Run one call. The model's faults come back as results; failures of ours raise `InfraError`."""
+        """Run one call. The model's faults come back as results; infrastructure failures raise `InfraError`."""
 
     async def close(self, context: ToolContext) -> None:
         """Release what the episode held; unknown episodes are ignored."""
@@ -82,11 +82,20 @@ class ToolHost(Protocol):
         """Numbers for health checks and metrics."""
 
 
+@runtime_checkable
+class ServingTools(Protocol):
+    """A tool set that is made to be served: it knows its facts, and answers for its environments."""
+
+    async def facts(self) -> list[ToolFacts]: ...
+
+    async def ask(self, what: str, context: ToolContext | None, body: Json) -> Json:
+        """See `ToolHost.ask`."""
+
+
 async def facts_of(tools: ToolSet, *, has_envs: bool = False) -> list[ToolFacts]:
     """The facts of a set's tools; `ConfigError` where one needs what a server does not have."""
-    own: Callable[[], Awaitable[list[ToolFacts]]] | None = getattr(tools, "facts", None)
-    if own is not None:
-        return await own()
+    if isinstance(tools, ServingTools):
+        return await tools.facts()
     known = {tool.name: tool for tool in _members(tools)}
     needy = sorted(needs_env(tools))
     if needy and not has_envs:
@@ -128,10 +137,8 @@ def _members(tools: ToolSet | Any) -> Iterable[Tool]:
 
 async def ask_tools(tools: ToolSet, what: str, context: ToolContext | None, body: Json) -> Json:
     """Ask a tool set that has environments; one without has nothing to say."""
-    asked = getattr(tools, "ask", None)
-    if asked is not None:
-        answer: Json = await asked(what, context, body)
-        return answer
+    if isinstance(tools, ServingTools):
+        return await tools.ask(what, context, body)
     if context is None or what == "opened":
         return {"envs": []} if what == "envs" else {}
     raise ConfigError("this server has tools only, and no environments")
