@@ -31,7 +31,7 @@ from ludus.synth.method import (
     SynthMethod,
 )
 from ludus.synth.paths.path_episodes import offered_tools
-from ludus.synth.quality.similarity import DuplicateIndex, sketch
+from ludus.synth.quality.similarity import KeptExamples, sketch
 from ludus.synth.result import (
     ItemResult,
     Rejected,
@@ -190,9 +190,9 @@ class DirectorActor(SynthMethod[DirectorConfig]):
             "outlines", items, make, name=lambda item: f"{item[0].name}/{item[1]}"
         )
         result = SynthResult()
-        index: dict[str, DuplicateIndex] = {}
+        kept: dict[str, KeptExamples] = {}
         for (one, _), piece in zip(items, pieces, strict=True):
-            held = index.setdefault(one.name, DuplicateIndex(settings.max_similarity))
+            held = kept.setdefault(one.name, KeptExamples(settings.max_similarity))
             for trajectory in piece.trajectories:
                 self._judge(trajectory, held, result)
         outlines = [piece.notes.get("outline", []) for piece in pieces]
@@ -224,7 +224,7 @@ class DirectorActor(SynthMethod[DirectorConfig]):
             cost.add_episodes(played)
         return ItemResult(played, {"outline": outline.steps})
 
-    def _judge(self, trajectory: Trajectory, held: DuplicateIndex, result: SynthResult) -> None:
+    def _judge(self, trajectory: Trajectory, held: KeptExamples, result: SynthResult) -> None:
         settings, refused = self.settings, provenance_of(trajectory).get("refused")
         actions = sketch(action_set(steps_of(trajectory)))
         if is_lost(trajectory):
@@ -234,10 +234,10 @@ class DirectorActor(SynthMethod[DirectorConfig]):
         elif settings.needs_success and not is_success(trajectory, settings.threshold):
             told = "not scored" if trajectory.reward is None else f"reward {trajectory.reward:g}"
             result.rejected.append(Rejected(trajectory, "failed", told))
-        elif (alike := held.find(actions)) is not None:
-            result.rejected.append(Rejected(trajectory, "duplicate", f"{alike[1]:.2f} like another one"))
+        elif (alike := held.alike(actions)) is not None:
+            result.rejected.append(Rejected(trajectory, "duplicate", alike[1]))
         else:
-            held.add(actions)
+            held.add(trajectory, actions)
             result.kept.append(trajectory)
 
 

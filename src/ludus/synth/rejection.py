@@ -29,7 +29,7 @@ from ludus.llm.embeddings import load_embedder, open_embedder
 from ludus.synth.method import SynthConfig, SynthContext, SynthMethod
 from ludus.synth.quality.checks import check_waste
 from ludus.synth.quality.difficulty import Difficulty, difficulty_of, difficulty_table
-from ludus.synth.quality.similarity import DuplicateIndex, cluster, jaccard, sketch, strategy_text
+from ludus.synth.quality.similarity import KeptExamples, cluster, jaccard, sketch, strategy_text
 from ludus.synth.result import Rejected, SynthResult, mean, nothing_kept_hint, with_provenance
 from ludus.synth.steps import CLOSE, EpisodeStep, Parse, action_set, count_calls, quality_of, steps_of
 
@@ -110,15 +110,13 @@ def choose(
         for group, parse in zip(groups, parsers, strict=True)
     ]
     everything = [one.actions for own in candidates for one in own]
-    index = DuplicateIndex(settings.max_similarity, everything)
+    kept = KeptExamples(settings.max_similarity, everything)
     chosen: list[tuple[Candidate, Difficulty]] = []
     elsewhere = 0
     for group, own in zip(groups, candidates, strict=True):
         rate = _rate(group, settings)
         if settings.similar_to == "task":
-            index, first = DuplicateIndex(settings.max_similarity, everything), len(chosen)
-        else:
-            first = 0
+            kept = KeptExamples(settings.max_similarity, everything)
         best: Candidate | None = None
         right = [one for one in own if not _refused(one, settings)[0]]
         shortest = min((count_calls(one.steps) for one in right), default=None)
@@ -126,17 +124,16 @@ def choose(
             if is_lost(one.trajectory) or one.trajectory.reward is None:
                 continue  # not scored: no candidate
             reason, detail = _refused(one, settings, shortest)
-            if not reason and (alike := index.find(one.actions)) is not None:
-                other = chosen[first + alike[0]][0].trajectory
+            if not reason and (alike := kept.alike(one.actions)) is not None:
+                other, detail = alike
                 elsewhere += other.task.id != one.trajectory.task.id
                 reason = "duplicate"
-                detail = f"{alike[1]:.2f} like attempt {other.attempt} at task {other.task.id}"
             if not reason and one.quality < settings.min_quality - CLOSE:
                 reason, detail = "low_quality", f"{one.quality:.2f} < {settings.min_quality:g}"
             if reason:
                 result.rejected.append(Rejected(one.trajectory, reason, detail))
                 continue
-            index.add(one.actions)
+            kept.add(one.trajectory, one.actions)
             best = best or one
             level = difficulty_of(group.task, count_calls(one.steps), rate)
             chosen.append((one, level))

@@ -56,7 +56,7 @@ from ludus.synth.quality.difficulty import (
 )
 from ludus.synth.quality.similarity import (
     Clusters,
-    DuplicateIndex,
+    KeptExamples,
     cluster,
     shingles,
     sketch,
@@ -243,7 +243,7 @@ class QualityPipeline:
         prompts = _prompts(left, senses)
         held_out = HeldOut(self.held_out or (), settings.held_out_similarity, senses)
         sets = [sketch(_elements(one, prompt)) for one, prompt in zip(left, prompts, strict=True)]
-        index = DuplicateIndex(settings.max_similarity, sets)
+        known = KeptExamples(settings.max_similarity, sets)
         kept: list[Example] = []
         for one, elements in zip(left, sets, strict=True):
             task = one.trajectory.task
@@ -252,16 +252,12 @@ class QualityPipeline:
             copy = held_out.find(task, one.trajectory.messages)
             if copy is not None:
                 one.finding = "held_out", f"{copy[1]:.2f} like the held-out task {copy[0]}"
-            elif (alike := index.find(elements)) is not None:
-                other = kept[alike[0]].trajectory
-                one.finding = (
-                    "duplicate",
-                    f"{alike[1]:.2f} like attempt {other.attempt} at task {other.task.id}",
-                )
+            elif (alike := known.alike(elements)) is not None:
+                one.finding = "duplicate", alike[1]
             elif one.quality < settings.min_quality - CLOSE:
                 one.finding = "low_quality", f"{one.quality:.2f} < {settings.min_quality:g}"
             else:
-                index.add(elements)
+                known.add(one.trajectory, elements)
                 kept.append(one)
         clusters = self._clustered(kept, embedder)
         left = [one for one in kept if one.finding is None]

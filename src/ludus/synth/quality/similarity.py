@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ludus.core.trajectory import Trajectory
 from ludus.llm.embeddings import Vectors
 from ludus.synth.steps import EpisodeStep, call_text
 
@@ -107,6 +108,26 @@ class DuplicateIndex:
         if len(one) >= SKETCH:
             return ordered  # a sketch's similarity is an estimate, to which the bound does not apply
         return ordered[: len(one) - math.ceil(self._threshold * len(one)) + 1]
+
+
+class KeptExamples:
+    """The examples that were kept, from which a new one must differ."""
+
+    def __init__(self, max_similarity: float, all_sets: Sequence[frozenset[int]] = ()) -> None:
+        self._index = DuplicateIndex(max_similarity, all_sets)
+        self._kept: list[Trajectory] = []
+
+    def alike(self, elements: frozenset[int]) -> tuple[Trajectory, str] | None:
+        """The kept example that is most like this one, if it is too much so, and that in words."""
+        found = self._index.find(elements)
+        if found is None:
+            return None
+        other = self._kept[found[0]]
+        return other, f"{found[1]:.2f} like attempt {other.attempt} at task {other.task.id}"
+
+    def add(self, trajectory: Trajectory, elements: frozenset[int]) -> None:
+        self._index.add(elements)
+        self._kept.append(trajectory)
 
 
 def strategy_text(steps: Sequence[EpisodeStep]) -> str:
