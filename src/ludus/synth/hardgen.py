@@ -37,7 +37,7 @@ class HardGen(SynthMethod[HardGenConfig]):
         seen = [one.trajectory for one in await episodes_of(context, settings)]
         weak = ApiGraph.of(list(graph.specs.values()), seen)
         weaknesses = {
-            spot: weight for spot, weight in weak.weaknesses.items() if _last(spot) in graph.specs
+            spot: weight for spot, weight in weak.weaknesses.items() if spot.tool in graph.specs
         }
         if not weaknesses:
             return SynthResult(
@@ -73,10 +73,6 @@ def _through(planner: PathPlanner, spot: Spot) -> CallPath:
         first = spot.first if spot.first in planner.graph.specs else None
         return planner.through(first, spot.last)
     return planner.through(None, spot.tool, frozenset({spot.name}))
-
-
-def _last(spot: Spot) -> str:
-    return spot.last if isinstance(spot, ToolPair) else spot.tool
 
 
 def _table(weak: ApiGraph, aimed: list[Spot]) -> ReportTable:

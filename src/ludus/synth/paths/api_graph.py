@@ -34,6 +34,11 @@ class ToolPair:
     def __str__(self) -> str:
         return f"{self.first or 'start'} → {self.last}"
 
+    @property
+    def tool(self) -> str:
+        """The tool that is called wrongly."""
+        return self.last
+
     def is_touched_by(self, path: CallPath) -> bool:
         return (self.first, self.last) in zip([None, *path.tools], path.tools, strict=False)
 
