@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludus.chat import Renderer, load_format
-from ludus.chat.message_keys import message_key
 from ludus.core.failures import ConfigError
 from ludus.core.generation import Sampling
 from ludus.core.messages import Message, ToolCall, ToolSpec
@@ -20,7 +19,7 @@ from ludus.core.tokenizer import ByteTokenizer
 from ludus.core.trajectory import SegmentKind, StopReason, Trajectory
 from ludus.engine import FakeEngine
 from ludus.rollouts.budgets import Budgets, BudgetUsedUp
-from ludus.rollouts.message_tree import MessageTree
+from ludus.rollouts.message_tree import MessageTree, message_key
 from ludus.rollouts.recorder import Recorder
 from ludus.training.data.batch import Batch
 

@@ -24,8 +24,7 @@ from ludus.observe import read_trajectories, rollout_metrics, write_trajectories
 from ludus.remote.threads import run_sync
 from ludus.rewards import reward
 from ludus.rollouts.branching import EpisodeRecord, WorldState
-from ludus.rollouts.tree import Leaf, Point, TreeConfig, choose_points
-from ludus.rollouts.turn_search import selections
+from ludus.rollouts.tree import Leaf, Point, TreeConfig, choose_points, selections
 from ludus.tools import as_toolset
 from ludus.tools.library import build_toolset
 from ludus.worlds.safe import Safe, found, opened

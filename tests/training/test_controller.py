@@ -55,7 +55,7 @@ async def train_all(playing: RolloutController, updates: Any = None) -> list[Nex
 
 
 def ordinals(batches: list[NextBatch]) -> list[list[int]]:
-    return [[deal.ordinal for deal in batch.deals] for batch in batches]
+    return [[plan.ordinal for plan in batch.plans] for batch in batches]
 
 
 def flat(batches: list[NextBatch]) -> list[int]:
@@ -104,7 +104,7 @@ async def test_within_a_window_a_straggler_is_passed() -> None:
 
     given = tasks(50)
     probe = rollouts([task_set(given, first_is_right)], steps=1)
-    slowest = (await probe.next_batch()).deals[1].task.id
+    slowest = (await probe.next_batch()).plans[1].task.id
     await probe.close()
     playing = rollouts([task_set(given, first_is_right, agent=Slow())], window=4)
     batches = await train_all(playing)
@@ -118,7 +118,7 @@ async def test_groups_without_signal_are_replaced_by_further_ordinals() -> None:
 
     playing = rollouts([task_set(tasks(10), only_odd_teach)], refill={"rounds": 9})
     batches = await train_all(playing)
-    assert all(int(deal.task.id) % 2 for batch in batches for deal in batch.deals)
+    assert all(int(plan.task.id) % 2 for batch in batches for plan in batch.plans)
     trained = flat(batches)
     assert len(trained) == len(set(trained)) == 24 and playing.ledger.next_ordinal > 24
     dropped = [group.task.id for batch in batches for group in batch.played.dropped]
@@ -141,7 +141,7 @@ async def test_refills_go_by_success_as_in_synchronous_training(tmp_path: Path) 
 
     batches = await train_all(playing())
     assert [batch.played.metrics["without_signal"] for batch in batches] == [4, 4]
-    assert {deal.refills for batch in batches for deal in batch.deals} == {1}
+    assert {plan.refills for batch in batches for plan in batch.plans} == {1}
     first = playing(staleness=1)
     batch = await first.next_batch()
     first.trained(batch)
@@ -158,7 +158,7 @@ async def test_a_refill_ends_after_its_rounds() -> None:
     playing = rollouts([task_set(tasks(4))], steps=2, refill={"rounds": 1})
     batches = await train_all(playing)
     assert [batch.played.metrics["without_signal"] for batch in batches] == [4, 4]
-    assert {deal.refills for batch in batches for deal in batch.deals} == {1}
+    assert {plan.refills for batch in batches for plan in batch.plans} == {1}
 
 
 async def test_a_group_that_failed_as_a_whole_is_played_again_under_its_ordinal() -> None:
@@ -189,7 +189,7 @@ async def test_what_is_wrong_with_the_recipe_ends_the_run() -> None:
     await playing.close()
 
 
-async def test_values_of_curricula_are_fixed_when_a_group_is_dealt() -> None:
+async def test_values_of_curricula_are_fixed_when_a_group_is_scheduled() -> None:
     value = 5.0
 
     def values_at(step: int) -> dict[str, float]:
@@ -197,14 +197,14 @@ async def test_values_of_curricula_are_fixed_when_a_group_is_dealt() -> None:
 
     playing = rollouts([task_set(tasks(6), first_is_right)], values_at=values_at, steps=4)
     batch = await playing.next_batch()
-    assert [deal.values for deal in batch.deals] == [{"budgets.max_turns": 5.0}] * 4
+    assert [plan.values for plan in batch.plans] == [{"budgets.max_turns": 5.0}] * 4
     value = 10.0
     playing.trained(batch)
     batch = await playing.next_batch()
-    assert [deal.values for deal in batch.deals] == [{"budgets.max_turns": 6.0}] * 4
+    assert [plan.values for plan in batch.plans] == [{"budgets.max_turns": 6.0}] * 4
     playing.trained(batch)
     batch = await playing.next_batch()
-    assert [deal.values for deal in batch.deals] == [{"budgets.max_turns": 12.0}] * 4
+    assert [plan.values for plan in batch.plans] == [{"budgets.max_turns": 12.0}] * 4
     assert playing.notes(batch)[0] == {
         "ordinal": 8, "set": "tasks", "curriculum": {"budgets.max_turns": 12.0}
     }  # fmt: skip

@@ -24,10 +24,10 @@ def bound(staleness: int, window: int, batch: int) -> int:
 
 
 def possible(ledger: Ledger, extra: int) -> Iterator[Event]:
-    """Everything that can happen next; at most `extra` groups are dealt in place of others."""
+    """Everything that can happen next; at most `extra` groups are scheduled in place of others."""
     ready = ledger.take()
-    if ledger.can_deal:
-        yield "deal", -1
+    if ledger.can_schedule:
+        yield "plan", -1
     for ordinal in ledger.to_play():
         yield "start", ordinal
     for ordinal in ledger.in_flight():
@@ -45,8 +45,8 @@ def possible(ledger: Ledger, extra: int) -> Iterator[Event]:
 def happen(ledger: Ledger, event: Event, trained: list[int]) -> int:
     """Let it happen; the largest lag that it trained with."""
     what, ordinal = event
-    if what == "deal":
-        ledger.deal()
+    if what == "plan":
+        ledger.schedule()
     elif what != "train":
         getattr(ledger, what)(ordinal)
     else:
@@ -141,8 +141,8 @@ def test_under_random_delays_the_largest_lag_is_the_bound(
     draw = random.Random(seed)
     ledger, due, now, largest = Ledger(batch, staleness, window, 200 * batch), {}, 0.0, 0
     while ledger.phase is not Phase.ENDED:
-        while ledger.can_deal:
-            ledger.deal()
+        while ledger.can_schedule:
+            ledger.schedule()
         for ordinal in ledger.to_play():
             ledger.start(ordinal)
             due[ordinal] = now + (1000.0 if draw.random() < 0.05 else draw.random())
@@ -157,9 +157,9 @@ def test_under_random_delays_the_largest_lag_is_the_bound(
     assert largest == bound(staleness, window, batch)
 
 
-def test_strict_order_takes_the_batches_as_they_were_dealt() -> None:
+def test_strict_order_takes_the_batches_as_they_were_scheduled() -> None:
     ledger = Ledger(2, 1, 1, 4)
-    for ordinal in [ledger.deal() for _ in range(4)]:
+    for ordinal in [ledger.schedule() for _ in range(4)]:
         ledger.start(ordinal)
     for ordinal in (3, 2, 1):
         ledger.finish(ordinal)
@@ -169,37 +169,37 @@ def test_strict_order_takes_the_batches_as_they_were_dealt() -> None:
     ledger.train([0, 1])
     assert ledger.take() == [2, 3] and ledger.phase is Phase.DRAINING
     ledger.train([2, 3])
-    assert ledger.phase is Phase.ENDED and not ledger.can_deal
+    assert ledger.phase is Phase.ENDED and not ledger.can_schedule
 
 
 def test_a_window_lets_others_pass_a_straggler_and_no_further() -> None:
     ledger = Ledger(1, 2, 3, 10)
-    for ordinal in [ledger.deal() for _ in range(3)]:
+    for ordinal in [ledger.schedule() for _ in range(3)]:
         ledger.start(ordinal)
     ledger.finish(1)
     ledger.finish(2)
     for ordinal in (1, 2):
         assert ledger.take() == [ordinal]
         ledger.train([ordinal])
-    ledger.start(ledger.deal())
+    ledger.start(ledger.schedule())
     ledger.finish(3)
     assert ledger.take() is None, "the third is three ordinals behind the straggler"
 
 
 def test_a_failed_group_keeps_its_slot_until_it_is_given_up() -> None:
     ledger = Ledger(1, 0, 1, 2)
-    ledger.start(ledger.deal())
-    assert ledger.fail(0) and ledger.to_play() == [0] and not ledger.can_deal
+    ledger.start(ledger.schedule())
+    assert ledger.fail(0) and ledger.to_play() == [0] and not ledger.can_schedule
     ledger.start(0)
     assert not ledger.fail(0)
     assert ledger.entries[0].state is GroupState.GIVEN_UP and ledger.take() == [0]
     ledger.train([0])
-    assert ledger.deal() == 1
+    assert ledger.schedule() == 1
 
 
 def test_the_end_of_the_tasks_makes_a_last_smaller_batch() -> None:
     ledger = Ledger(3, 1, total=4)
-    for ordinal in [ledger.deal() for _ in range(4)]:
+    for ordinal in [ledger.schedule() for _ in range(4)]:
         ledger.start(ordinal)
     for ordinal in range(4):
         ledger.finish(ordinal)
@@ -212,9 +212,9 @@ def test_the_end_of_the_tasks_makes_a_last_smaller_batch() -> None:
 
 def test_what_does_not_follow_is_refused() -> None:
     ledger = Ledger(1, 0, 1, 1)
-    ledger.deal()
-    with pytest.raises(ValueError, match="no group can be dealt"):
-        ledger.deal()
+    ledger.schedule()
+    with pytest.raises(ValueError, match="no group can be scheduled"):
+        ledger.schedule()
     with pytest.raises(ValueError, match="group 0 is to_play, and should be in_flight"):
         ledger.finish(0)
     with pytest.raises(ValueError, match="the batch to train is"):

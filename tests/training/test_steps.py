@@ -44,7 +44,7 @@ async def test_one_set_plays_what_a_plain_loop_would() -> None:
                 assert trajectory.reward == float(trajectory.attempt % 2 == 0)
 
 
-async def test_a_task_dealt_twice_has_new_attempts_in_its_own_place() -> None:
+async def test_a_task_scheduled_twice_has_new_attempts_in_its_own_place() -> None:
     played = await Steps([task_set(tasks(2), first_is_right)], rl(tasks=5), 0).play(0, {})
     order = ids(played)
     for task in set(order):

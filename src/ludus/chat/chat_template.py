@@ -66,7 +66,7 @@ class SafeTemplate:
         generation: bool,
         after: str = "",
     ) -> list[int]:
-        """The conversation, or what stands in it after a word of ours, with none but our special tokens."""
+        """Encode the rendered conversation, or its part after `after`; only the template's special tokens."""
         pieces = [piece for entry in conversation for piece in entry.all_pieces()]
         safe = self._safe_tools(conversation, tools, generation)
         plain = self.text(conversation, safe, generation)
@@ -101,7 +101,7 @@ class SafeTemplate:
         return self.encode(Rendered(text, tuple(spans)))
 
     def harmless_tools(self, tools: Sequence[ToolSpec]) -> list[ToolSpec]:
-        """The same tools; what their authors wrote holds no control texts."""
+        """These tools without control texts in what their authors wrote."""
         return [self._escaper.tool(tool, self._escaper.harmless) for tool in tools]
 
     def is_special(self, text: str) -> bool:

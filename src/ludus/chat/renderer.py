@@ -28,7 +28,7 @@ from ludus.core.failures import ConfigError
 from ludus.core.generation import Completion, FinishReason, first_stop
 from ludus.core.lru import LruCache
 from ludus.core.messages import MediaSpan, Message, ToolSpec
-from ludus.core.tokenizer import ImageTokens, Tokenizer
+from ludus.core.tokenizer import Tokenizer, images_of
 from ludus.core.trajectory import SegmentKind, TokenSequence
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class Renderer:
         self.format = format
         self.history = history
         self.turns = turns
-        self.images: ImageTokens | None = getattr(tokenizer, "images", None)
+        self.images = images_of(tokenizer)
         """How images are shown; None for a model that reads text only."""
         self._template = SafeTemplate(tokenizer)
         self._cache = RenderCache()
@@ -110,9 +110,9 @@ class Renderer:
             )
 
     def bound(self, tools: Sequence[ToolSpec]) -> Self:
-        """The same renderer, its format fitted to these tools: for formats with a tag for each tool.
+        """A renderer whose format is fitted to these tools: for formats with a tag for each tool.
 
-        Episodes with the same tools get the same one, and what one of them renders serves the others.
+        Episodes with equal tools share one renderer and its cache.
         """
         return self._bound.get(tools_key(tools), lambda: self._bind(tools)) or self
 
@@ -150,7 +150,7 @@ class Renderer:
         return self.opening(messages, tools).tokens
 
     def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> NextContext:
-        """The same, with where its images stand. Raises `ImageError` for one that cannot be read."""
+        """A whole conversation as tokens, and where its images stand. `ImageError`: one cannot be read."""
         return self._with_images(NextContext(self._prompt(messages, tools), restart=True), messages)
 
     def _with_images(self, context: NextContext, messages: Sequence[Message]) -> NextContext:

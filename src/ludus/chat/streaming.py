@@ -18,7 +18,7 @@ from ludus.chat.renderer import Renderer
 from ludus.core.failures import EngineError
 from ludus.core.generation import Completion
 from ludus.core.messages import Message, ToolCall
-from ludus.core.tokenizer import Tokenizer
+from ludus.core.tokenizer import ByteFallback, Tokenizer
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 _PATIENCE = 16
@@ -69,7 +69,9 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._decode = tokenizer.decode
-        self._bytes: frozenset[int] = getattr(tokenizer, "fallback_bytes", frozenset())
+        self._bytes: frozenset[int] = frozenset()
+        if isinstance(tokenizer, ByteFallback):
+            self._bytes = tokenizer.fallback_bytes
         self._before: list[int] = []
         """Tokens whose text was given out: what the next ones are decoded after."""
         self._pending: list[int] = []

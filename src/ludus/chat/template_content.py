@@ -149,7 +149,7 @@ class SwitchPlaceholders:
 
 
 def anonymous_tools(tools: Sequence[ToolSpec]) -> list[ToolSpec]:
-    """The same tools with meaningless words in place of all that their authors wrote."""
+    """These tools with meaningless words in place of all that their authors wrote."""
     words: dict[str, str] = {}
 
     def word(text: str) -> str:
@@ -218,7 +218,7 @@ class Escaper:
         return piece.text if kept else same_length(piece.text, len(piece.text))
 
     def tool(self, tool: ToolSpec, escape: Escape) -> ToolSpec:
-        """The same tool. Its name is kept as far as it can be: the model has to call it by that."""
+        """This tool, escaped. Its name is kept as far as it can be: the model has to call it by that."""
         return ToolSpec(
             self.harmless(tool.name), escape(tool.description), each_text(tool.parameters, escape)
         )

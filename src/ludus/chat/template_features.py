@@ -10,7 +10,7 @@ from ludus.chat.formats.base import THINK, ActionFormat
 from ludus.chat.template_content import ChatEntry, Piece, split_at_marks
 from ludus.core.failures import ConfigError
 from ludus.core.messages import IMAGE_MARK, Json, Media, Message, Role, ToolCall, ToolResult, ToolSpec
-from ludus.core.tokenizer import ImageTokens, Tokenizer
+from ludus.core.tokenizer import Tokenizer, images_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def chat_entries(
 def with_description(
     made: Sequence[ChatEntry], description: str, format: ActionFormat, features: TemplateFeatures
 ) -> list[ChatEntry]:
-    """The same conversation with `description` in the system prompt, or before the first message.
+    """The conversation with `description` in the system prompt, or before the first message.
 
     It names tools that others made: only the format's own marks are special in it.
     """
@@ -155,7 +155,7 @@ def probe(template: SafeTemplate, format: ActionFormat) -> TemplateFeatures:
         opens_thinking=_opened(tokenizer, [user]),
         lead=_lead(tokenizer, user),
     )
-    images: ImageTokens | None = getattr(tokenizer, "images", None)
+    images = images_of(tokenizer)
     if images is not None:
         roles = _image_roles(tokenizer, images.text, [user, act])
         features = replace(features, image=images.text, image_roles=roles)

@@ -272,7 +272,7 @@ class HFTokenizer:
 
 
 def _in_parts(message: Json) -> Json:
-    """The same message, its text as a list of parts."""
+    """This message with its text as a list of parts."""
     content = message.get("content")
     return (
         {**message, "content": [{"type": "text", "text": content}]}

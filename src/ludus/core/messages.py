@@ -86,7 +86,7 @@ class MediaSpan:
     """The bytes, while they are at hand: files of episodes have the hash alone."""
 
     def moved(self, by: int) -> MediaSpan:
-        """The same, counted from another place."""
+        """This span, counted from another place."""
         return MediaSpan(self.sha256, self.start + by, self.stop + by, self.data)
 
 
@@ -311,7 +311,7 @@ class ToolSet(Protocol):
         """The tools that can be called now."""
 
     async def call(self, call: ToolCall, context: ToolContext) -> ToolResult:
-        """Run one call. The model's faults come back as results; failures of ours raise `InfraError`."""
+        """Run one call. The model's faults come back as results; infrastructure failures raise `InfraError`."""
 
     async def close(self, context: ToolContext) -> None:
         """Release what the episode held."""

@@ -83,7 +83,7 @@ def _environments(given: Any) -> dict[str, Json]:
 
 
 def numbered(tasks: Iterable[Task]) -> list[Task]:
-    """The same tasks, each with a unique id: its own, or its position where it has none."""
+    """These tasks, each with a unique id: its own, or its position where it has none."""
     result: list[Task] = []
     seen: set[str] = set()
     for position, task in enumerate(tasks):

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ludus.core.messages import Json, Media
 
@@ -74,6 +74,28 @@ class Tokenizer(Protocol):
         self, messages: Sequence[Json], tools: Sequence[Json] | None, add_generation_prompt: bool
     ) -> str:
         """The conversation as one text."""
+
+
+@runtime_checkable
+class ImageTokenizer(Protocol):
+    """A tokenizer whose model may see images."""
+
+    images: ImageTokens | None
+    """How prompts show images; None for a model that reads text only."""
+
+
+@runtime_checkable
+class ByteFallback(Protocol):
+    """A tokenizer with tokens for single bytes where its vocabulary has nothing better (SentencePiece)."""
+
+    @property
+    def fallback_bytes(self) -> frozenset[int]:
+        """The tokens that stand for a single byte."""
+
+
+def images_of(tokenizer: Tokenizer) -> ImageTokens | None:
+    """How this tokenizer's prompts show images; None where its model reads text only."""
+    return tokenizer.images if isinstance(tokenizer, ImageTokenizer) else None
 
 
 class ByteTokenizer:

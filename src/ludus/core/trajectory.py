@@ -180,8 +180,8 @@ class TokenSequence:
 class Branch:
     """Where a branch of a tree goes on: behind the first `segments` segments of another attempt of its group.
 
-    These segments are the other's own objects, in memory and after reading a file, so that whoever counts or
-    trains segments can tell by identity what is shared.
+    These segments are the other's own objects, in memory and after reading a file, so that what is
+    shared can be told by identity where segments are counted or trained.
     """
 
     attempt: int
@@ -268,7 +268,7 @@ class Trajectory:
 
     @property
     def is_trainable(self) -> bool:
-        """Whether it belongs in the loss and the baseline: it was scored, and nothing of ours broke."""
+        """Whether it belongs in the loss and the baseline: it was scored, and no infrastructure failed."""
         return self.failure is None and self.stop is not StopReason.ABORTED and self.reward is not None
 
 

@@ -17,7 +17,7 @@ import inspect
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ludus.core.failures import CannotFork, ConfigError, InfraError
 from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSet
@@ -31,6 +31,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Results = list[tuple[ToolCall, ToolResult]]
+
+
+@runtime_checkable
+class HeldState(Protocol):
+    """A snapshot that holds something until it is closed."""
+
+    def close(self) -> Awaitable[None] | None:
+        """Release it; may be a coroutine function."""
 
 
 @dataclass(slots=True)
@@ -66,10 +74,9 @@ class WorldState:
     async def close(self) -> None:
         """Release what the states hold; those that hold something have `close`."""
         for state in [*self.envs.values(), *_flattened(self.tools)]:
-            close = getattr(state, "close", None)
-            if close is not None:
+            if isinstance(state, HeldState):
                 try:
-                    closing = close()
+                    closing = state.close()
                     if inspect.isawaitable(closing):
                         await closing
                 except Exception as error:  # noqa: BLE001 - the others are closed all the same
@@ -114,7 +121,7 @@ class EpisodeRecord:
     score: float | None = None
     """What a held episode was worth when it stopped; None for one that went on to its end."""
     session: str = ""
-    """The engine's session, which holds the KV; kept until nobody can branch off any more."""
+    """The engine's session, which holds the KV; kept until no attempt can branch off any more."""
     turns: list[Turn] = field(default_factory=list)
     calls: list[Results] = field(default_factory=list)
     """One entry for each time that the agent called anything."""

@@ -176,7 +176,7 @@ class Episode:
     async def _read_images(self) -> None:
         """Decode the images of pending messages, in a thread; one that cannot be read is told in words.
 
-        A model that reads text only is shown none: they are counted, so that nobody trains blind unknowingly.
+        A model that reads text only is shown none: they are counted, so that blind training is noticed.
         """
         if not any(message.media for message in self._pending):
             return
@@ -194,7 +194,7 @@ class Episode:
                     else:
                         self._count_unseen(1)
                 except ImageError as error:
-                    if not self.trajectory.messages:  # it is the task's own, and nobody's action
+                    if not self.trajectory.messages:  # it is the task's own
                         raise ConfigError(f"task {self.task.id}: {media.named(error)}") from None
                     problems.append(f"[image not shown: {error}]")
                     self._count_unseen(1)
@@ -369,7 +369,7 @@ class Episode:
             self._history.share(self.trajectory)
 
     def _reminded(self, new: list[Message]) -> list[Message]:
-        """The same messages, the last one ending with how many turns are left, where that is asked for."""
+        """These messages; the last one says how many turns are left, where that is asked for."""
         if not (self.budgets.remind and new):
             return new
         text = f"{new[-1].content}\n{self.budgets.reminder(self.trajectory.turns)}"

@@ -16,14 +16,14 @@ never reached its client is not recorded, and is not trained on. Several request
 
 from __future__ import annotations
 
+import json
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, TypeVar
 
 from ludus.chat.chat_template import tools_key
-from ludus.chat.message_keys import MessageKey, message_key
 from ludus.chat.renderer import Renderer
 from ludus.chat.streaming import Reply, ReplyView, TokenFeed, read_completion
 from ludus.core.failures import Aborted, ConfigError, Fault
@@ -43,6 +43,7 @@ from ludus.rollouts.recorder import (
 )
 
 T = TypeVar("T")
+MessageKey = tuple[Any, ...]
 
 _UNLIMITED = 1_000_000
 
@@ -351,3 +352,35 @@ class MessageTree:
     def _new_state(self) -> int:
         self._states += 1
         return self._states
+
+
+# Messages in a canonical form
+
+
+def message_key(message: Message) -> MessageKey:
+    """A canonical form of a message: equal for messages that mean the same, however a client wrote them.
+
+    A reply's text is compared without the white space around it, and calls by their ids, names and arguments,
+    whatever the order of the keys and however numbers are written. Other texts are compared as they are.
+    """
+    text = message.content.strip() if message.role == "assistant" else message.content
+    calls = tuple((call.id, call.name, canonical_json(call.arguments)) for call in message.tool_calls)
+    return message.role, text, calls, message.tool_call_id or "", tuple(m.sha256 for m in message.media)
+
+
+def canonical_json(value: Any) -> str:
+    """JSON that is the same for equal values: keys sorted, 2.0 written as 2."""
+    return _canonical(_plain(value))
+
+
+_canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, str | int):  # most are
+        return value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict | Mapping):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value

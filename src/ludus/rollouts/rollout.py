@@ -50,6 +50,7 @@ from ludus.envs import (
     tools_of,
 )
 from ludus.envs.env import call_env
+from ludus.remote.threads import run_all, stop_all
 from ludus.remote.time_limit import time_limit
 from ludus.rewards import Scorer
 from ludus.rollouts.agent import Agent
@@ -59,8 +60,7 @@ from ludus.rollouts.chat import EngineChatModel, asking_policy
 from ludus.rollouts.episode import Episode, EpisodeOver
 from ludus.rollouts.recorder import Recorder, SamplingGate
 from ludus.rollouts.tool_calls import StepRewards
-from ludus.rollouts.tree import Leaf, TreeConfig, grow_tree
-from ludus.rollouts.turn_search import SEARCH_SCORE, search_turns
+from ludus.rollouts.tree import SEARCH_SCORE, Leaf, TreeConfig, grow_tree, search_turns
 from ludus.tools import CombinedTools
 from ludus.tools.toolset import is_deterministic
 
@@ -120,7 +120,7 @@ class Rollout:
             for finished in asyncio.as_completed(running):
                 yield await finished
         finally:
-            await _cancel(running)
+            await stop_all(running)
 
     async def group(
         self, task: Task, first: int, seed: int, places: AbstractAsyncContextManager[object]
@@ -134,11 +134,7 @@ class Rollout:
         if self.tree is not None:
             group = Group(task, await self._tree(self.tree, task, first, seed, places))
         else:
-            running = [asyncio.create_task(one(first + i)) for i in range(self.attempts)]
-            try:
-                group = Group(task, await asyncio.gather(*running))
-            finally:
-                await _cancel(running)
+            group = Group(task, await run_all([one(first + i) for i in range(self.attempts)]))
         try:
             with asking_policy(self.policy):
                 await self.scorer.score_group(group)
@@ -338,7 +334,7 @@ class Rollout:
         await self.engine.fork(record.origin.record.session, context.episode)
 
     def _hold(self, trajectory: Trajectory, record: EpisodeRecord) -> None:
-        """Note what a held episode is worth; it is nobody's failure, and neither trained nor in a baseline."""
+        """Note what a held episode is worth; it is no failure, and neither trained nor in a baseline."""
         name = self.tree.score if self.tree is not None else "total"
         value = trajectory.reward if name == "total" else trajectory.rewards.get(name)
         if value is None and name not in ("total", *self.scorer.names):
@@ -459,13 +455,6 @@ async def _close(tools: ToolSet, context: ToolContext) -> None:
         await tools.close(context)
     except Exception as error:  # noqa: BLE001 - logged, and no more
         log_once(log, "closing the tools of an episode", error)
-
-
-async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Cancel what still runs, and wait until it has released its resources."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _lost_span(failure: Failure, started: float, began: float) -> TimeSpan:

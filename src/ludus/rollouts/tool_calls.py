@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 from ludus.core.audit import Audit, AuditRecord, legality_of
 from ludus.core.failures import Fault, InfraError
 from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSet, ToolSpec
 from ludus.core.trajectory import Trajectory, spans_of
-from ludus.remote.threads import run_sync
+from ludus.remote.threads import run_all, run_sync
 from ludus.remote.time_limit import recorded_wait
 from ludus.rollouts.budgets import Budgets
 from ludus.tools import OutputLimits, changed_tools, tools_changed
@@ -58,7 +58,7 @@ class ToolCalls:
         ran: list[tuple[float, float]] = []
         try:
             with recorded_wait() as queued:
-                results = await _gather([self._run_one(call, ran) for call in allowed])
+                results = await run_all([self._run_one(call, ran) for call in allowed])
                 queued(time.perf_counter() - started - covered(ran))
         finally:
             self._trajectory.seconds["tools"] += time.perf_counter() - started
@@ -184,16 +184,3 @@ def covered(times: Sequence[tuple[float, float]]) -> float:
         total += max(0.0, stop - max(start, end))
         end = max(end, stop)
     return total
-
-
-async def _gather(running: Sequence[Coroutine[Any, Any, ToolResult]]) -> list[ToolResult]:
-    """The results of all; when one fails, or the caller is cancelled, all the others are stopped first."""
-    pending = [asyncio.ensure_future(one) for one in running]
-    try:
-        # A task even for a single call: it may turn a cancellation into a result, its caller must not.
-        return await asyncio.gather(*pending)
-    finally:
-        if not all(task.done() for task in pending):
-            for task in pending:
-                task.cancel()
-            await asyncio.gather(*pending, return_exceptions=True)

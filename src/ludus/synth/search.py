@@ -3,7 +3,7 @@
     tree      groups grow as trees: attempts branch off the best prefixes, from forked KV and forked or replayed
               state (`rollouts.tree`, branch = "beam"; docs/trees.md)
     turns     at each turn several candidate actions, from forked KV and forked or replayed state; the best
-              prefixes are held and gone on from (`rollouts.turn_search`)
+              prefixes are held and gone on from (`rollouts.tree`)
     best_of   N whole attempts; the best of them
 
 What search selects is not what the policy would have done: its rewards are higher than the policy's, and its
@@ -34,8 +34,7 @@ from pydantic import Field
 
 from ludus.core.trajectory import Group, Trajectory, is_success
 from ludus.rollouts.branching import check_forkable
-from ludus.rollouts.tree import TreeConfig, leaf_weights
-from ludus.rollouts.turn_search import SEARCH_SCORE, best_of_weight, selections
+from ludus.rollouts.tree import SEARCH_SCORE, TreeConfig, best_of_weight, leaf_weights, selections
 from ludus.synth.method import SynthConfig, SynthContext, SynthMethod
 from ludus.synth.result import Rejected, SynthResult, mean, with_provenance
 

@@ -1,6 +1,6 @@
-"""The controller of rollouts: deals groups to a player, and makes batches of what comes back.
+"""The controller of rollouts: schedules groups to a player, and makes batches of what comes back.
 
-    sample   a task, the values of curricula and a seed: fixed when a group is dealt, and recorded (`Deal`)
+    sample   a task, the values of curricula and a seed: fixed when a group is scheduled (`GroupPlan`)
     play     a `Player` plays as many groups as the ledger has slots
     keep     shape rewards, resample attempts; a group without signal is replaced by another one (refill)
     take     the ledger says which groups are the next batch, and bounds how stale they are
@@ -15,7 +15,7 @@ With staleness groups are played all the time. Who waits for whom: the trainer w
 batch, the player's episodes for the engine. No wait is silent: where no group finishes for `stall_seconds`, the
 run ends with what it waited for. Without staleness the episodes' own limits are all there is to wait for.
 
-What a checkpoint has: the ledger, the deals of all groups under way, the place in the tasks, and in
+What a checkpoint has: the ledger, the plans of all groups under way, the place in the tasks, and in
 `groups.parquet` the episodes of groups that are finished and not trained. A resumed run plays again what was
 in flight, under the same ordinals, and so trains every ordinal exactly once. A step without staleness that was
 not trained begins again.
@@ -41,7 +41,7 @@ from ludus.training.config.rl import RolloutSettings
 from ludus.training.data.curriculum import DIFFICULTY
 from ludus.training.data.task_sampler import TaskSampler, TaskSet, seed_of_set
 from ludus.training.ledger import Ledger
-from ludus.training.player import Deal, LocalPlayer, PlayedGroup, Player
+from ludus.training.player import GroupPlan, LocalPlayer, PlayedGroup, Player
 from ludus.training.rollout_batch import GroupFilter, KeptGroup, RolloutBatch
 
 log = logging.getLogger(__name__)
@@ -73,16 +73,16 @@ async def within(seconds: float | None, what: Callable[[], str], awaited: Awaita
 
 @dataclass(frozen=True, slots=True)
 class NextBatch:
-    """The groups of a step, each with its deal."""
+    """The groups of a step, each with its plan."""
 
     played: RolloutBatch
-    deals: list[Deal]
+    plans: list[GroupPlan]
     waited: float
     """Seconds that were spent waiting for them."""
 
 
 class RolloutController:
-    """Deals groups to a player for as long as the ledger has slots, and gives batches to the trainer."""
+    """Schedules groups to a player for as long as the ledger has slots, and gives batches to the trainer."""
 
     def __init__(
         self,
@@ -99,15 +99,15 @@ class RolloutController:
         self.ledger, self._player, self._values_at = ledger, player, values_at
         self._stall_seconds = stall_seconds
         self._sampler = TaskSampler(self._sets, seed)
-        self._deals: dict[int, Deal] = {}
+        self._plans: dict[int, GroupPlan] = {}
         self._groups: dict[int, KeptGroup] = {}
         self._filter = GroupFilter(self._sets, settings)
         self._refills: deque[tuple[int, int, int]] = deque()
-        """(slot, set, refills so far) of the groups that stand in for replaced ones, to be dealt next."""
+        """(slot, set, refills so far) of the groups that stand in for replaced ones, to be scheduled next."""
         self._refilled = 0
         self._slots = 0
-        """How many groups have been dealt, refills left out."""
-        self._dealt: Counter[tuple[int, int]] = Counter()
+        """How many groups have been scheduled, refills left out."""
+        self._scheduled: Counter[tuple[int, int]] = Counter()
         """How many groups each (step, round of refills) has had, for the steps that may get more."""
         self._seen: Counter[tuple[int, int, int, str]] = Counter()
         """How often tasks have come among these: (step, round, set, task)."""
@@ -142,10 +142,10 @@ class RolloutController:
             if ordinals is not None:
                 break
             self._receive(await self._outcomes())
-        deals = sorted((self._deals[ordinal] for ordinal in ordinals), key=lambda deal: deal.slot)
-        groups = [self._groups[deal.ordinal] for deal in deals]
-        played = self._filter.batch(groups, [deal.set for deal in deals], self._refilled)
-        return NextBatch(played, deals, time.perf_counter() - started)
+        plans = sorted((self._plans[ordinal] for ordinal in ordinals), key=lambda plan: plan.slot)
+        groups = [self._groups[plan.ordinal] for plan in plans]
+        played = self._filter.batch(groups, [plan.set for plan in plans], self._refilled)
+        return NextBatch(played, plans, time.perf_counter() - started)
 
     async def _outcomes(self) -> list[PlayedGroup]:
         """The next outcome; without staleness those of all groups in flight."""
@@ -158,18 +158,18 @@ class RolloutController:
 
     def trained(self, batch: NextBatch) -> None:
         """The batch has been trained: its slots go to further groups."""
-        ordinals = [deal.ordinal for deal in batch.deals]
+        ordinals = [plan.ordinal for plan in batch.plans]
         self.ledger.train(ordinals)
         for ordinal in ordinals:
-            del self._deals[ordinal], self._groups[ordinal]
+            del self._plans[ordinal], self._groups[ordinal]
         self._filter, self._refilled, self._before = GroupFilter(self._sets, self._settings), 0, None
         slots = [
             self._slots,
-            *(deal.slot for deal in self._deals.values()),
+            *(plan.slot for plan in self._plans.values()),
             *(r[0] for r in self._refills),
         ]
         open_steps = {slot // self.ledger.batch for slot in slots}
-        self._dealt = Counter({key: n for key, n in self._dealt.items() if key[0] in open_steps})
+        self._scheduled = Counter({key: n for key, n in self._scheduled.items() if key[0] in open_steps})
         self._seen = Counter({key: n for key, n in self._seen.items() if key[0] in open_steps})
         if self._plays_on:
             self._receive(self._player.outcomes())
@@ -179,7 +179,7 @@ class RolloutController:
         """What is recorded of each group beside its episodes."""
         return [
             {"ordinal": d.ordinal, "set": self._sets[d.set].name, "curriculum": dict(d.values)}
-            for d in batch.deals
+            for d in batch.plans
         ]
 
     async def hold(self) -> None:
@@ -200,15 +200,15 @@ class RolloutController:
             self.ledger.interrupt(ordinal)
 
     def _fill(self) -> None:
-        while self.ledger.can_deal:
-            self._deal()
+        while self.ledger.can_schedule:
+            self._schedule()
         for ordinal in self.ledger.to_play():
             self.ledger.start(ordinal)
-            self._player.play(self._deals[ordinal])
+            self._player.play(self._plans[ordinal])
 
-    def _deal(self) -> None:
+    def _schedule(self) -> None:
         values = dict(self._values_at(self.ledger.next_step))
-        ordinal, hardest = self.ledger.deal(), values.get(DIFFICULTY)
+        ordinal, hardest = self.ledger.schedule(), values.get(DIFFICULTY)
         if self._refills:
             slot, number, refills = self._refills.popleft()
             (sampled,) = self._sampler.sample_from([number], hardest)
@@ -220,48 +220,48 @@ class RolloutController:
         seed = key(self._seed, "rl", step)
         if refills:
             seed = key(seed, "refill", refills - 1)
-        draw = key(seed, "resample", self._dealt[step, refills])
-        self._dealt[step, refills] += 1
+        draw = key(seed, "resample", self._scheduled[step, refills])
+        self._scheduled[step, refills] += 1
         # a task that comes twice has new attempts, not the same ones again
         name = step, refills, sampled.set, sampled.task.id
         attempt = self._seen[name] * self._settings.attempts
         self._seen[name] += 1
         own = seed_of_set(seed, sampled.set, self._sets[sampled.set].name)
-        self._deals[ordinal] = Deal(
+        self._plans[ordinal] = GroupPlan(
             ordinal, slot, sampled.set, sampled.task, sampled.place, attempt, own, draw, values, refills
         )
 
     def _receive(self, outcomes: Sequence[PlayedGroup]) -> None:
         for outcome in outcomes:
-            deal = self._deals[outcome.ordinal]
-            group = outcome.group or _failed_group(deal, outcome, self._settings.attempts)
+            plan = self._plans[outcome.ordinal]
+            group = outcome.group or _failed_group(plan, outcome, self._settings.attempts)
             is_lost = group.trajectories and all(t.failure is not None for t in group.trajectories)
             if is_lost and self.ledger.max_tries > 1:
-                self._fail(deal, group)
+                self._fail(plan, group)
             else:
-                self._finish(deal, group)
+                self._finish(plan, group)
 
-    def _fail(self, deal: Deal, group: Group) -> None:
+    def _fail(self, plan: GroupPlan, group: Group) -> None:
         """No episode of the group could be played: once more, or it is given up with its failures."""
-        if self.ledger.fail(deal.ordinal):
-            self._filter.dropped[deal.set].append(group)
+        if self.ledger.fail(plan.ordinal):
+            self._filter.dropped[plan.set].append(group)
         else:
-            self._groups[deal.ordinal] = KeptGroup(group, is_informative=False)
+            self._groups[plan.ordinal] = KeptGroup(group, is_informative=False)
             failure = group.trajectories[0].failure
-            log.warning("group %d (task %s) is given up: %s", deal.ordinal, deal.task.id, failure)
+            log.warning("group %d (task %s) is given up: %s", plan.ordinal, plan.task.id, failure)
 
-    def _finish(self, deal: Deal, group: Group) -> None:
-        self.ledger.finish(deal.ordinal)
-        kept = self._filter.keep(group, deal.set, deal.draw)
+    def _finish(self, plan: GroupPlan, group: Group) -> None:
+        self.ledger.finish(plan.ordinal)
+        kept = self._filter.keep(group, plan.set, plan.draw)
         most = self._settings.refill.rounds if self._settings.refill is not None else 0
-        if not kept.is_informative and deal.refills < most:
-            self.ledger.replace(deal.ordinal)
-            self._refills.append((deal.slot, deal.set, deal.refills + 1))
-            self._filter.dropped[deal.set].append(kept.group)
-            del self._deals[deal.ordinal]
+        if not kept.is_informative and plan.refills < most:
+            self.ledger.replace(plan.ordinal)
+            self._refills.append((plan.slot, plan.set, plan.refills + 1))
+            self._filter.dropped[plan.set].append(kept.group)
+            del self._plans[plan.ordinal]
             return
-        self._refilled += kept.is_informative and deal.refills > 0
-        self._groups[deal.ordinal] = kept
+        self._refilled += kept.is_informative and plan.refills > 0
+        self._groups[plan.ordinal] = kept
 
     def _waiting_for(self) -> str:
         return f"the groups of step {self.ledger.version + 1}: {self._shown()}"
@@ -289,17 +289,17 @@ class RolloutController:
         return {
             "ledger": self.ledger.state_dict(),
             "sampler": self._sampler.state_dict(),
-            "deals": [
-                {name: value for name, value in _fields(deal).items() if name != "task"}
-                | {"task": deal.task.id, "values": dict(deal.values)}
-                for deal in self._deals.values()
+            "plans": [
+                {name: value for name, value in _fields(plan).items() if name != "task"}
+                | {"task": plan.task.id, "values": dict(plan.values)}
+                for plan in self._plans.values()
             ],
             "refills": list(self._refills),
             "without_signal": [
                 ordinal for ordinal in self.ledger.finished() if not self._groups[ordinal].is_informative
             ],
             "slots": self._slots,
-            "dealt": [[*name, count] for name, count in self._dealt.items()],
+            "scheduled": [[*name, count] for name, count in self._scheduled.items()],
             "seen": [[*name, count] for name, count in self._seen.items()],
         }
 
@@ -311,26 +311,26 @@ class RolloutController:
         with_images((t for group in found.values() for t in group.trajectories), folder / GROUPS)
         empty = set(state["without_signal"])
         for ordinal in finished:
-            deal, group = self._deals[ordinal], found.get(ordinal)
+            plan, group = self._plans[ordinal], found.get(ordinal)
             played = [] if group is None else group.trajectories
             for trajectory in played:
-                trajectory.task = deal.task  # a target need not survive being written down
-            self._groups[ordinal] = KeptGroup(Group(deal.task, played), ordinal not in empty)
+                trajectory.task = plan.task  # a target need not survive being written down
+            self._groups[ordinal] = KeptGroup(Group(plan.task, played), ordinal not in empty)
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self.ledger.load_state_dict(state["ledger"])
         self._sampler.load_state_dict(state["sampler"])
-        self._deals = {int(one["ordinal"]): self._loaded(one) for one in state["deals"]}
+        self._plans = {int(one["ordinal"]): self._loaded(one) for one in state["plans"]}
         self._refills = deque((int(slot), int(of), int(count)) for slot, of, count in state["refills"])
         self._slots = int(state["slots"])
-        self._dealt = Counter({(int(s), int(r)): int(n) for s, r, n in state["dealt"]})
+        self._scheduled = Counter({(int(s), int(r)): int(n) for s, r, n in state["scheduled"]})
         self._seen = Counter(
             {(int(s), int(r), int(of), str(t)): int(n) for s, r, of, t, n in state["seen"]}
         )
         self._groups, self._before = {}, None
         self._filter, self._refilled = GroupFilter(self._sets, self._settings), 0
 
-    def _loaded(self, one: Mapping[str, Any]) -> Deal:
+    def _loaded(self, one: Mapping[str, Any]) -> GroupPlan:
         tasks = self._sets[one["set"]].tasks
         if one["place"] >= len(tasks) or tasks[one["place"]].id != one["task"]:
             raise ConfigError(
@@ -339,7 +339,7 @@ class RolloutController:
                 "tasks that it had"
             )
         fields = {name: value for name, value in one.items() if name != "task"}
-        return Deal(task=tasks[one["place"]], **fields)
+        return GroupPlan(task=tasks[one["place"]], **fields)
 
 
 def step_by_step(
@@ -357,14 +357,14 @@ def step_by_step(
     return RolloutController(sets, settings, seed, ledger, player, values_at)
 
 
-def _fields(deal: Deal) -> Json:
-    return {field.name: getattr(deal, field.name) for field in fields(deal)}
+def _fields(plan: GroupPlan) -> Json:
+    return {field.name: getattr(plan, field.name) for field in fields(plan)}
 
 
-def _failed_group(deal: Deal, outcome: PlayedGroup, attempts: int) -> Group:
+def _failed_group(plan: GroupPlan, outcome: PlayedGroup, attempts: int) -> Group:
     """What stands for a group whose player failed: its attempts, each with that failure."""
     lost = [
-        Trajectory(deal.task, attempt=deal.attempt + i, failure=outcome.failure, stop=StopReason.FAILED)
+        Trajectory(plan.task, attempt=plan.attempt + i, failure=outcome.failure, stop=StopReason.FAILED)
         for i in range(attempts)
     ]
-    return Group(deal.task, lost)
+    return Group(plan.task, lost)

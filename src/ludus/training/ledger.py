@@ -1,9 +1,9 @@
 """The ledger of asynchronous training: which groups may be played, and which are trained next.
 
-A pure state machine: no clocks, no tasks, no tensors. Whoever drives it tells it what happened.
+A pure state machine: no clocks, no tasks, no tensors. The controller tells it what happened.
 
-    deal      a group gets the next ordinal and takes one of (S + 1) * B slots
-    start     somebody plays it
+    schedule  a group gets the next ordinal and takes one of (S + 1) * B slots
+    start     a player plays it
     finish    it has been played; or `fail`: it is played again, and given up after so many tries
     replace   it is left out (a refill): its slot is free, and a further ordinal takes its place
     take      the next B finished groups become a batch
@@ -14,16 +14,17 @@ groups are under way. Batches are taken in a windowed FIFO: the next group of a 
 among the W ordinals that begin with the oldest group not yet taken; W = 1 is strict order. The rule is that of
 torchtitan's RL (its `windowed_fifo`), the slots too.
 
-The lag of a group is the number of versions between its dealing and its training, and never above
+The lag of a group is the number of versions between its scheduling and its training, and never above
 
     S + ceil((W - 1) / B)
 
-because when a group is dealt at most (S + 1) * B - 1 others hold slots, and at most W - 1 younger ones can be
-taken before it: those within W ordinals. So at most (S + 1) * B + W - 2 groups are trained before it, which are
-that many whole batches. Nothing is dropped for its age, and a slow task is waited for rather than starved.
+because when a group is scheduled at most (S + 1) * B - 1 others hold slots, and at most W - 1 younger ones can
+be taken before it: those within W ordinals. So at most (S + 1) * B + W - 2 groups are trained before it, which
+are that many whole batches. Nothing is dropped for its age, and a slow task is waited for rather than starved.
 
-It cannot get stuck: as long as it has not ended, a group can be dealt, or one is to be played or being played,
-or a batch can be taken. `tests/training/test_ledger.py` explores every sequence of events for small bounds.
+It cannot get stuck: as long as it has not ended, a group can be scheduled, or one is to be played or being
+played, or a batch can be taken. `tests/training/test_ledger.py` explores every sequence of events for small
+bounds.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ class Phase(StrEnum):
     """Where a stage is, as far as groups go."""
 
     OPEN = "open"
-    """Groups are dealt."""
+    """Groups are scheduled."""
     DRAINING = "draining"
-    """All groups have been dealt, or the tasks have ended: what is under way is played and trained."""
+    """All groups have been scheduled, or the tasks have ended: what is under way is played and trained."""
     ENDED = "ended"
-    """Nothing is under way, and nothing will be."""
+    """No group in flight and none left to schedule."""
 
 
 class GroupState(StrEnum):
-    """Where a group is, from its dealing to its training."""
+    """Where a group is, from its scheduling to its training."""
 
     TO_PLAY = "to_play"
     IN_FLIGHT = "in_flight"
@@ -65,7 +66,7 @@ class Entry:
     """A group that holds a slot."""
 
     version: int
-    """Batches that had been trained when it was dealt."""
+    """Batches that had been trained when it was scheduled."""
     state: GroupState = GroupState.TO_PLAY
     tries: int = 0
     """How often it has failed as a whole."""
@@ -94,7 +95,7 @@ class Ledger:
     _untaken: OrderedDict[int, None] = field(init=False, repr=False)
     """The groups that are in no batch, the oldest first."""
     _idle: set[int] = field(init=False, repr=False)
-    """Those that nobody plays."""
+    """Those that are not played now."""
 
     def __post_init__(self) -> None:
         if self.batch < 1 or self.staleness < 0 or self.window < 1 or self.max_tries < 1:
@@ -126,22 +127,22 @@ class Ledger:
 
     @property
     def _has_demand(self) -> bool:
-        """Whether further groups will be dealt, now or when slots are free."""
+        """Whether further groups will be scheduled, now or when slots are free."""
         return self.total is None or self.settled + len(self.entries) < self.total
 
     @property
-    def can_deal(self) -> bool:
+    def can_schedule(self) -> bool:
         return self._has_demand and len(self.entries) < self.capacity
 
     @property
     def next_step(self) -> int:
-        """The step in which a group that is dealt now will be trained, if the order is kept."""
+        """The step in which a group that is scheduled now will be trained, if the order is kept."""
         return (self.settled + len(self.entries)) // self.batch
 
-    def deal(self) -> int:
+    def schedule(self) -> int:
         """A new ordinal, which takes a slot."""
-        if not self.can_deal:
-            raise ValueError(f"no group can be dealt: {self!r}")
+        if not self.can_schedule:
+            raise ValueError(f"no group can be scheduled: {self!r}")
         ordinal = self.next_ordinal
         self.entries[ordinal] = Entry(self.version)
         self._untaken[ordinal] = None
@@ -150,7 +151,7 @@ class Ledger:
         return ordinal
 
     def to_play(self) -> list[int]:
-        """The ordinals that nobody plays, the oldest first."""
+        """The ordinals that are not played now, the oldest first."""
         return sorted(self._idle)
 
     def in_flight(self) -> list[int]:
@@ -181,12 +182,12 @@ class Ledger:
         return again
 
     def interrupt(self, ordinal: int) -> None:
-        """Who played it is gone, through no fault of the group's: it is played again."""
+        """Its player is gone, through no fault of the group's: it is played again."""
         self._entry(ordinal, GroupState.IN_FLIGHT).state = GroupState.TO_PLAY
         self._idle.add(ordinal)
 
     def replace(self, ordinal: int) -> None:
-        """Leave out a finished group; as it will not be trained, another one will be dealt in its place."""
+        """Leave out a finished group; as it will not be trained, another one will be scheduled in its place."""
         self._entry(ordinal, GroupState.FINISHED)
         if ordinal not in self._untaken:
             raise ValueError(f"group {ordinal} is part of a batch already")
@@ -215,7 +216,7 @@ class Ledger:
         return self.batch if self._has_demand else min(self.batch, len(self.entries))
 
     def lag(self, ordinal: int) -> int:
-        """Versions since it was dealt."""
+        """Versions since it was scheduled."""
         return self.version - self.entries[ordinal].version
 
     def train(self, ordinals: Iterable[int]) -> None:

@@ -58,7 +58,7 @@ _SILENT_STEPS = 3
 """After so many steps in a row without signal, people are warned."""
 
 OnStep = Callable[[str, int, int, dict[str, float]], None]
-"""Called as (phase, step, total, metrics) after every step, for whoever shows progress."""
+"""Called as (phase, step, total, metrics) after every step, to show progress."""
 
 
 class Trainer:

@@ -1,11 +1,11 @@
 """Players of groups: a small interface, and a player in this process.
 
-The controller tells a player which groups to play, each by a `Deal` that says all there is to know, and takes
-their outcomes as they come. A player knows nothing of batches, versions or optimizers, so it can live in
-another process.
+The controller tells a player which groups to play, each by a `GroupPlan` that says all there is to know, and
+takes their outcomes as they come. A player knows nothing of batches, versions or optimizers, so it can live
+in another process.
 
 Who waits for whom, in this process: every episode is a task of the event loop and waits for one of
-`max_in_flight` places, in the order in which groups were dealt. Outcomes wait in an unbounded queue, which
+`max_in_flight` places, in the order in which groups were scheduled. Outcomes wait in an unbounded queue, which
 holds no more groups than the ledger has slots. While the player is held, no episode begins and no request of
 a running one passes the gate to the engine; tools go on.
 """
@@ -21,6 +21,7 @@ from typing import Literal, Protocol
 from ludus.core.failures import Boundary, ConfigError, EngineError, Failure
 from ludus.core.task import Task
 from ludus.core.trajectory import Group
+from ludus.remote.threads import stop_all
 from ludus.rollouts.budgets import Budgets
 from ludus.rollouts.recorder import SamplingGate
 from ludus.rollouts.rollout import Rollout
@@ -30,12 +31,12 @@ from ludus.training.data.task_sampler import TaskSet
 
 
 @dataclass(frozen=True, slots=True)
-class Deal:
-    """A group to play: everything that was decided when it was dealt."""
+class GroupPlan:
+    """A group to play: everything that was decided when it was scheduled."""
 
     ordinal: int
     slot: int
-    """Its place among all groups that were dealt, where a refill has that of the group that it replaces."""
+    """Its place among all groups that were scheduled, where a refill has that of the group that it replaces."""
     set: int
     """The number of its task set."""
     task: Task
@@ -64,7 +65,7 @@ class PlayedGroup:
 class Player(Protocol):
     """Plays groups, many at once, in any order."""
 
-    def play(self, deal: Deal) -> None:
+    def play(self, plan: GroupPlan) -> None:
         """Begin; its outcome will come."""
 
     async def outcome(self) -> PlayedGroup:
@@ -100,33 +101,33 @@ class LocalPlayer:
         self._places = _Places(max(one.rollout.max_in_flight for one in sets))
         self._attempts: dict[int, _GroupPlaces] = {}
         self._running: dict[int, asyncio.Task[None]] = {}
-        self._begun: dict[int, tuple[Deal, float]] = {}
+        self._begun: dict[int, tuple[GroupPlan, float]] = {}
         self._arrived: asyncio.Queue[PlayedGroup | BaseException] = asyncio.Queue()
 
-    def play(self, deal: Deal) -> None:
-        self._begun[deal.ordinal] = deal, time.monotonic()
-        name = f"group {deal.ordinal}"
-        self._running[deal.ordinal] = asyncio.create_task(self._play(deal), name=name)
+    def play(self, plan: GroupPlan) -> None:
+        self._begun[plan.ordinal] = plan, time.monotonic()
+        name = f"group {plan.ordinal}"
+        self._running[plan.ordinal] = asyncio.create_task(self._play(plan), name=name)
 
-    async def _play(self, deal: Deal) -> None:
+    async def _play(self, plan: GroupPlan) -> None:
         found: PlayedGroup | BaseException
         try:
-            found = PlayedGroup(deal.ordinal, await self._group(deal))
+            found = PlayedGroup(plan.ordinal, await self._group(plan))
         except EngineError as error:
-            found = PlayedGroup(deal.ordinal, failure=Failure.of(error, Boundary.ENGINE))
+            found = PlayedGroup(plan.ordinal, failure=Failure.of(error, Boundary.ENGINE))
         except Exception as error:  # noqa: BLE001 - a mistake in the recipe or in the code ends the run
             found = error
-        self._running.pop(deal.ordinal, None)
-        self._begun.pop(deal.ordinal, None)
+        self._running.pop(plan.ordinal, None)
+        self._begun.pop(plan.ordinal, None)
         self._arrived.put_nowait(found)
 
-    async def _group(self, deal: Deal) -> Group:
-        rollout = rollouts_at(self._sets, self._settings, deal.values)[deal.set]
-        places = self._attempts[deal.ordinal] = _GroupPlaces(self._places, rollout.attempts)
+    async def _group(self, plan: GroupPlan) -> Group:
+        rollout = rollouts_at(self._sets, self._settings, plan.values)[plan.set]
+        places = self._attempts[plan.ordinal] = _GroupPlaces(self._places, rollout.attempts)
         try:
-            return await rollout.group(deal.task, deal.attempt, deal.seed, places)
+            return await rollout.group(plan.task, plan.attempt, plan.seed, places)
         finally:
-            del self._attempts[deal.ordinal]
+            del self._attempts[plan.ordinal]
 
     async def outcome(self) -> PlayedGroup:
         return _unwrapped(await self._arrived.get())
@@ -149,9 +150,9 @@ class LocalPlayer:
     def describe(self, ordinal: int) -> str:
         if ordinal not in self._begun:
             return f"group {ordinal}"
-        deal, begun = self._begun[ordinal]
-        prefix = f"{deal.seed:x}/{deal.task.id}/"
-        own = range(deal.attempt, deal.attempt + self._settings.attempts)
+        plan, begun = self._begun[ordinal]
+        prefix = f"{plan.seed:x}/{plan.task.id}/"
+        own = range(plan.attempt, plan.attempt + self._settings.attempts)
         sessions = [one for one in self._gate.sampling if one.startswith(prefix)]
         sampling = len({one.split("/")[-2] for one in sessions if int(one.split("/")[-2]) in own})
         places = self._attempts.get(ordinal)
@@ -159,15 +160,12 @@ class LocalPlayer:
         phases = ((sampling, "at the engine"), (others, "at tools or rewards"))
         shown = ", ".join(f"{count} {phase}" for count, phase in phases if count)
         return (
-            f"group {ordinal} (task {deal.task.id!r}, begun {time.monotonic() - begun:.0f} s ago; its "
+            f"group {ordinal} (task {plan.task.id!r}, begun {time.monotonic() - begun:.0f} s ago; its "
             f"episodes in flight: {shown or 'none yet'})"
         )
 
     async def close(self) -> None:
-        running = list(self._running.values())
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await stop_all(list(self._running.values()))
         self._running.clear()
         self._begun.clear()
         self._arrived = asyncio.Queue()
@@ -180,7 +178,7 @@ def _unwrapped(found: PlayedGroup | BaseException) -> PlayedGroup:
 
 
 class _Places(asyncio.Semaphore):
-    """Places for episodes in flight, which can be closed: who comes then waits."""
+    """Places for episodes in flight, which can be closed: what comes then waits."""
 
     def __init__(self, count: int) -> None:
         super().__init__(count)
@@ -215,7 +213,7 @@ class _Places(asyncio.Semaphore):
         self._open.set()
 
     async def empty(self) -> None:
-        """Wait until nobody has a place."""
+        """Wait until no episode has a place."""
         await self._idle.wait()
 
 

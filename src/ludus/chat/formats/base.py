@@ -52,7 +52,7 @@ class ActionFormat(ABC):
     a user who writes the same has written text."""
 
     def inlined(self) -> Self:
-        """The same format, for results that are appended to the turn that made the call."""
+        """This format, for results that are appended to the turn that made the call."""
         if not self.inline_stops:
             raise ConfigError(
                 f'the format {self.name!r} has nothing that ends a call, so agent.turns cannot be "inline": '

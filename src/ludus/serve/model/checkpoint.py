@@ -1,4 +1,4 @@
-"""Serving one model to whoever has the token: no episodes, nothing is recorded, sampling is the client's."""
+"""Serving one model to clients with the token: no episodes, nothing is recorded, sampling is the client's."""
 
 from __future__ import annotations
 

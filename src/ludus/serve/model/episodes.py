@@ -2,7 +2,7 @@
 
 Who waits for whom. Each request samples in a task of its own; a request that is marked as a retry, or that
 equals one whose client has gone, waits for that task instead of starting another. A turn is recorded when a
-client is there to take it: a reply that nobody waits for any more is dropped `ORPHAN_SECONDS` later, and was
+client is there to take it: a reply without a waiting client is dropped `ORPHAN_SECONDS` later, and was
 never part of the episode. Closing the episode cancels what still runs.
 """
 
@@ -97,7 +97,7 @@ class EpisodeSession:
         self.stop: StopReason | None = None
         """The budget that was used up."""
         self.failure: Exception | None = None
-        """What of ours failed last, unless something has succeeded since."""
+        """The last infrastructure error; cleared by the next success."""
         self.answer: str | None = None
         """The answer that the client reported."""
         self.counts: Counter[str] = Counter()
@@ -323,7 +323,7 @@ class EpisodeSession:
         await asyncio.gather(*tasks, return_exceptions=True)
         for one in self._sampling.values():
             if one.task.done() and not one.task.cancelled():
-                one.task.exception()  # it was told to whoever waited; nobody else asks
+                one.task.exception()  # it was told to its waiters; asyncio warns of errors that are never read
         for tree in (self.tree, *self._frozen.values()):
             await tree.close()
         for turn, value in self._turn_rewards.items():

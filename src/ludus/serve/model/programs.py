@@ -226,7 +226,7 @@ class ProgramAgent(Agent):
                 stream.cancel()
             _kill_group(process.pid)
             await asyncio.shield(_ended(process))
-            process._transport.close()  # type: ignore[attr-defined]  # whoever else holds its pipes
+            process._transport.close()  # type: ignore[attr-defined]  # other processes may hold its pipes
         stdout, stderr = (kept.decode("utf-8", "replace") for kept in (printed, complained))
         code = process.returncode
         if code:
@@ -317,7 +317,7 @@ def _argv(command: str, is_sandboxed: bool) -> list[str]:
 
 
 async def _ended(process: asyncio.subprocess.Process) -> None:
-    """Wait for the program itself. `process.wait()` also waits for whoever holds its pipes open."""
+    """Wait for the program itself. `process.wait()` also waits until no process holds its pipes open."""
     while process.returncode is None:  # noqa: ASYNC110  asyncio tells of it behind its pipes alone
         await asyncio.sleep(_POLL_SECONDS)
 

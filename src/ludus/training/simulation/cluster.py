@@ -4,7 +4,7 @@ engine   all its requests advance together, one token every `decode_seconds + re
          prompts are read first, `prompt_tokens_per_second`. After an update, contexts are read again.
 group    its episodes live on one engine, the one with the fewest groups
 tools    lognormal seconds; a share of them hangs until a deadline
-death    an engine loses its groups, which fail and are dealt again by the controller, and comes back
+death    an engine loses its groups, which fail and are scheduled again by the controller, and comes back
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from itertools import count
 from ludus.core.failures import Boundary, EngineError, Failure
 from ludus.core.random import key
 from ludus.core.trajectory import Group, StopReason, Trajectory
-from ludus.training.player import Deal, PlayedGroup
+from ludus.training.player import GroupPlan, PlayedGroup
 from ludus.training.simulation.config import SimulationConfig
 
 
@@ -39,7 +39,7 @@ class _Episode:
 
 @dataclass(slots=True, eq=False)
 class _PlayingGroup:
-    deal: Deal
+    plan: GroupPlan
     engine: SimulatedEngine
     left: int
     tokens: int = 0
@@ -64,12 +64,12 @@ class SimulatedPlayer:
         for engine in self.engines:
             self._expect_death(engine)
 
-    def play(self, deal: Deal) -> None:
-        group = _PlayingGroup(deal, self._choose(), self.config.attempts)
+    def play(self, plan: GroupPlan) -> None:
+        group = _PlayingGroup(plan, self._choose(), self.config.attempts)
         group.engine.groups.add(group)
-        self._playing[deal.ordinal] = group
+        self._playing[plan.ordinal] = group
         for attempt in range(self.config.attempts):
-            draw = random.Random(key(deal.seed, deal.ordinal, attempt))
+            draw = random.Random(key(plan.seed, plan.ordinal, attempt))
             episode = _Episode(group, draw, draw.randint(*self.config.turns))
             self._act(episode, self.config.prompt_tokens)
 
@@ -107,13 +107,13 @@ class SimulatedPlayer:
         group.left -= 1
         if not group.left:
             self._end(group)
-            task = group.deal.task
+            task = group.plan.task
             played = [
                 Trajectory(task, attempt=i, reward=float(i % 2), stop=StopReason.ANSWERED)
                 for i in range(config.attempts)
             ]
-            self.tokens[group.deal.ordinal] = group.tokens
-            self._arrived.put_nowait(PlayedGroup(group.deal.ordinal, Group(task, played)))
+            self.tokens[group.plan.ordinal] = group.tokens
+            self._arrived.put_nowait(PlayedGroup(group.plan.ordinal, Group(task, played)))
 
     def _observed(self, episode: _Episode) -> None:
         if not episode.group.is_lost:
@@ -122,7 +122,7 @@ class SimulatedPlayer:
     def _end(self, group: _PlayingGroup) -> None:
         group.engine.groups.discard(group)
         heapq.heappush(self._idlest, (len(group.engine.groups), self.engines.index(group.engine)))
-        del self._playing[group.deal.ordinal]
+        del self._playing[group.plan.ordinal]
 
     def _expect_death(self, engine: SimulatedEngine) -> None:
         if self.config.engine_mtbf_seconds is not None:
@@ -131,13 +131,13 @@ class SimulatedPlayer:
             )
 
     def _die(self, engine: SimulatedEngine) -> None:
-        """Its groups are lost: the controller hears of each, and deals it again or gives it up."""
+        """Its groups are lost: the controller hears of each, and schedules it again or gives it up."""
         self.deaths += 1
         error = EngineError("the engine died")
         for group in list(engine.groups):
             group.is_lost = True
             self._end(group)
-            failed = PlayedGroup(group.deal.ordinal, failure=Failure.of(error, Boundary.ENGINE))
+            failed = PlayedGroup(group.plan.ordinal, failure=Failure.of(error, Boundary.ENGINE))
             self._arrived.put_nowait(failed)
         self._expect_death(engine)
 

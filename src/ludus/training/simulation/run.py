@@ -74,9 +74,9 @@ async def _run(config: SimulationConfig) -> SimulatedRun:
     training, given_up = 0.0, 0
     while ledger.phase is not Phase.ENDED:
         batch = await rollouts.next_batch()
-        lags += [ledger.lag(deal.ordinal) for deal in batch.deals]
+        lags += [ledger.lag(plan.ordinal) for plan in batch.plans]
         given_up += sum(not group.trainable for group in batch.played.groups)
-        tokens.append(sum(player.tokens.pop(deal.ordinal, 0) for deal in batch.deals))
+        tokens.append(sum(player.tokens.pop(plan.ordinal, 0) for plan in batch.plans))
         seconds = config.update_seconds(tokens[-1])
         if config.trainers:
             await asyncio.sleep(seconds)

@@ -45,7 +45,7 @@ from ludus.training.ledger import Ledger
 from ludus.training.optim.critic import Critic, ValueModel
 from ludus.training.optim.learner import Learner
 from ludus.training.optim.policy_update import algorithm_of, policy_update
-from ludus.training.player import Deal, LocalPlayer
+from ludus.training.player import GroupPlan, LocalPlayer
 from ludus.training.replay_buffer import ReplayBuffer, code_versions
 from ludus.training.rollout_batch import RolloutBatch
 from ludus.training.run_context import RunContext
@@ -181,7 +181,7 @@ class RLStage(Stage[RLConfig]):
         """Update while the engine is paused, and let it go on; nothing of it is cut off."""
         engine, played, limit = self.context.engine, batch.played, self.config.stall_seconds
         version, ledger = engine.policy_version, rollouts.ledger
-        counts = len(ledger.in_flight()), len(ledger.finished()) - len(batch.deals)
+        counts = len(ledger.in_flight()), len(ledger.finished()) - len(batch.plans)
         ready = time.perf_counter()
         await within(limit, lambda: "the engine to pause", self.context.pause_sampling())
         with self.updating_weights():
@@ -191,7 +191,7 @@ class RLStage(Stage[RLConfig]):
                 limit, lambda: "the engine to go on with new weights", self.context.sync_engine()
             )
         metrics = self._measured(metrics, played, (ready - self._updated, ended - ready))
-        metrics |= lag_metrics(played.groups, version) | curriculum_metrics(batch.deals)
+        metrics |= lag_metrics(played.groups, version) | curriculum_metrics(batch.plans)
         metrics |= {
             "groups_in_flight": counts[0],
             "groups_finished": counts[1],
@@ -326,10 +326,10 @@ def lag_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
     }
 
 
-def curriculum_metrics(deals: Sequence[Deal]) -> dict[str, float]:
+def curriculum_metrics(plans: Sequence[GroupPlan]) -> dict[str, float]:
     """The mean of each curriculum's values, which were fixed when the groups were scheduled."""
-    names = dict.fromkeys(name for deal in deals for name in deal.values)
-    return {f"curriculum/{n}": sum(d.values[n] for d in deals) / len(deals) for n in names}
+    names = dict.fromkeys(name for plan in plans for name in plan.values)
+    return {f"curriculum/{n}": sum(d.values[n] for d in plans) / len(plans) for n in names}
 
 
 def check_curriculum(stage: RLConfig, where: str, recipe: Recipe, parts: Parts) -> None:
