@@ -149,6 +149,12 @@ async def test_a_start_that_fails_ends_all() -> None:
     with pytest.raises(OSError, match="no room"):
         await supervisor.start()
     assert not room.alive and len(room.made) == 3
+    with pytest.raises(NoWorker, match="stopped"):
+        await supervisor.place(seconds=1.0)
+    await supervisor.start()
+    assert (await supervisor.place(seconds=1.0)).is_up and room.alive == 3
+    await supervisor.close()
+    assert not room.alive
 
 
 async def test_waiting_for_a_worker_has_an_end() -> None:

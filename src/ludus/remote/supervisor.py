@@ -202,7 +202,9 @@ class Supervisor(Generic[W]):
         return [one.member for one in self._places if one.member is not None and one.member.is_up]
 
     async def start(self) -> None:
-        """Start all of them at once; an error of one ends the others and is raised."""
+        """Start all of them at once; an error of one ends the others and is raised. May follow a `close`."""
+        self._is_closed = False
+        self._places = [_Place(number) for number in range(self.size)]
         starting = [asyncio.create_task(self._start_one(place)) for place in self._places]
         try:
             await asyncio.gather(*starting)
