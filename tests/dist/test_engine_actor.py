@@ -21,7 +21,7 @@ from ludus.dist import engines
 from ludus.dist.engines import EngineActor
 from ludus.engine import EmbeddedEngine, EngineConfig
 from ludus.engine.replicas.frames import pack_tokens, unpack_logprobs
-from ludus.engine.replicas.weight_loading import WEIGHTS
+from ludus.engine.replicas.weights import WEIGHTS
 
 SHARED = Path("/dev/shm")
 CONFIG = EngineConfig(cache_tokens=2048)

@@ -15,7 +15,7 @@ from ludus.core import EngineError
 from ludus.core.generation import Completion, Engine, Sampling
 from ludus.core.messages import MediaSpan
 from ludus.engine import EmbeddedEngine, EngineConfig
-from ludus.engine.replicas.weight_loading import load_into, load_model
+from ludus.engine.replicas.weights import load_into, load_model
 
 
 class TrainedModel:

@@ -19,7 +19,7 @@ from ludus.engine.replicas import (
     ReplicaLimits,
     ReplicaSettings,
     ReplicatedEngine,
-    weight_folders,
+    weights,
 )
 from ludus.engine.replicas.process import visible_device
 from ludus.remote.processes import ScratchFolder
@@ -173,12 +173,12 @@ def test_weights_that_a_killed_trainer_left_are_removed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """By the next process, also by one that has no engines of its own; what a living one holds stays."""
-    monkeypatch.setattr(weight_folders, "_SHARED_MEMORY", tmp_path)
-    held = ScratchFolder(weight_folders.PREFIX, tmp_path)
-    left = tmp_path / f"{weight_folders.PREFIX}left"
+    monkeypatch.setattr(weights, "_SHARED_MEMORY", tmp_path)
+    held = ScratchFolder(weights.PREFIX, tmp_path)
+    left = tmp_path / f"{weights.PREFIX}left"
     left.mkdir()
     for folder in (left, held.path):
         os.utime(folder, (1, 1))
-    weight_folders.remove_left_weights()
+    weights.remove_left_weights()
     assert held.path.exists() and not left.exists()
     held.remove()

@@ -12,7 +12,7 @@ from test_lora import adapted, base, shaken  # noqa: F401 - a fixture
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ludus.chat.tokenizers import HFTokenizer, load_tokenizer
-from ludus.engine.replicas.weight_loading import load_into, load_model
+from ludus.engine.replicas.weights import load_into, load_model
 from ludus.model import use_ludus_attention
 from ludus.training.models.loading import load_weights
 from ludus.training.rollout_engines import PolicyWeights

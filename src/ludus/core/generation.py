@@ -10,6 +10,9 @@ from enum import StrEnum
 from numbers import Integral
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from ludus.core.failures import EngineError
 from ludus.core.messages import MediaSpan
 
@@ -118,6 +121,18 @@ def first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
     starts = ((text.find(stop), stop) for stop in stops)
     found = [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
     return min(found)[1:] if found else None
+
+
+def checked_context(tokens: Sequence[int], vocabulary: int | None = None) -> npt.NDArray[np.int64]:
+    """The tokens of a request, or an `EngineError` where a model with so many tokens cannot read them."""
+    array = np.asarray(tokens)
+    if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
+        raise EngineError("a context must be a non-empty list of token ids", retriable=False)
+    if array.min() < 0 or array.max() >= (vocabulary or 1 << 31):
+        wrong = int(array.min()) if array.min() < 0 else int(array.max())
+        size = f" of {vocabulary}" if vocabulary else ""
+        raise EngineError(f"token {wrong} is not in the model's vocabulary{size}", retriable=False)
+    return array
 
 
 OnTokens = Callable[[Sequence[int]], None]

@@ -5,8 +5,8 @@ engines it has: they share its memory, and copy from it into their modules in pl
 versions at most, the newest and the one before.
 
 Who waits for whom: requests are calls of the actor, many at once. A call that never ends tells of its death,
-and one every few seconds, which the engine's thread answers between two steps, of a hang. Whoever asks has
-deadlines of his own (`ReplicatedEngine`).
+and one every few seconds, which the engine's thread answers between two steps, of a hang. The
+caller has the deadlines (`ReplicatedEngine`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ludus.dist.cluster import Claim, RayCluster, cause_of, in_group, load_ray
 from ludus.engine.replicas.process import ReplicaSettings
 from ludus.engine.replicas.requested import RequestedReplica, checked
 from ludus.engine.replicas.served import ServedEngine
-from ludus.engine.replicas.weight_loading import WEIGHTS, copy_into, load_into
+from ludus.engine.replicas.weights import WEIGHTS, copy_into, load_into
 from ludus.remote.channel import Frame
 from ludus.remote.processes import ScratchFolder
 

@@ -57,7 +57,7 @@ def adamw_step(tensors: AdamwTensors, rule: AdamwRule) -> None:
 
 
 def adamw_step_reference(tensors: AdamwTensors, rule: AdamwRule) -> None:
-    """The same in plain torch."""
+    """`adamw_step` in plain torch."""
     if not bool(rule.sound):
         return
     beta1, beta2 = rule.betas

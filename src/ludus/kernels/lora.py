@@ -36,7 +36,7 @@ def low_rank_add(
 def low_rank_add_reference(
     out_TN: Tensor, x_TD: Tensor, down_RD: Tensor, up_MK: Tensor, columns: Columns, scaling: float
 ) -> Tensor:
-    """The same in plain torch."""
+    """`low_rank_add` in plain torch."""
     inner_TR = x_TD.float() @ down_RD.float().t()
     inner = inner_TR.split(up_MK.shape[1], dim=1)
     ups = up_MK.float().split([width for _, width in columns])

@@ -1,7 +1,7 @@
 """The features of images: what a model's vision tower and projector make of them, read at placeholders.
 
 Features that have no gradient are kept until the weights change (`forget_features`), and the engine and the
-trainer of one module share them: an image goes through a frozen tower once an update, whoever asks first.
+trainer of one module share them: an image goes through a frozen tower once an update.
 """
 
 from __future__ import annotations

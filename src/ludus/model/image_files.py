@@ -1,4 +1,4 @@
-"""From the bytes of an image to its pixels. Whoever sent them may be hostile."""
+"""From the bytes of an image to its pixels. The sender may be hostile."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def check_image(data: bytes) -> None:
 
 @contextmanager
 def _opened(data: bytes) -> Iterator[Image]:
-    """The image with its header read and within bounds; whatever is wrong with it is a `ImageError`."""
+    """The image with its header read and within bounds; any fault of it is an `ImageError`."""
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:

@@ -149,7 +149,7 @@ class ImageProcessor:
 
 
 def attach_images(model: nn.Module, processor: ImageProcessor) -> None:
-    """Let a model see: whoever samples or trains it finds its processor by `images_of`."""
+    """Attach a processor to a model, where `images_of` finds it."""
     setattr(unwrapped(model), _ATTRIBUTE, processor)
 
 

@@ -104,7 +104,7 @@ def flash(
 def flash_expanded(
     query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, bounds: SequenceBounds, scaling: float
 ) -> Tensor:
-    """The same with a copy of its key head for each query head."""
+    """`flash` with a copy of its key head for each query head."""
     group = query_THD.shape[1] // key_TGD.shape[1]
     key, value = (states.repeat_interleave(group, dim=1) for states in (key_TGD, value_TGD))
     return flash(query_THD, key, value, bounds, scaling)

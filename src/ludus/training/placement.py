@@ -43,7 +43,7 @@ class Placement(RankLauncher, Protocol):
         """Rewards that are computed there."""
 
     def report(self, phase: str, step: int, total: int, metrics: Mapping[str, float]) -> None:
-        """What the run does, for whoever looks at the cluster; called after every step."""
+        """What the run does, for `ludus cluster`; called after every step."""
 
     async def close(self) -> None: ...
 

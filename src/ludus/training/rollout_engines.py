@@ -9,7 +9,6 @@ bytes are written: one copy in memory.
 from __future__ import annotations
 
 import copy
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,8 +24,7 @@ from ludus.core.generation import Engine
 from ludus.core.messages import MediaSpan
 from ludus.engine import ENGINES, Canary, EngineSetup
 from ludus.engine.replicas import ReplicaLimits, ReplicatedEngine
-from ludus.engine.replicas.weight_folders import remove_left_weights
-from ludus.engine.replicas.weight_loading import WEIGHTS
+from ludus.engine.replicas.weights import WEIGHTS, SafetensorsLayout, remove_left_weights
 from ludus.kernels import on_device, token_logprobs
 from ludus.model import (
     PackedContext,
@@ -147,7 +145,7 @@ class PolicyWeights:
     def __init__(self, model: nn.Module, tokenizer: HFTokenizer) -> None:
         self._model, self._tokenizer = model, tokenizer
         self.size = sum(p.numel() * p.element_size() for p in model.parameters())
-        self._layout: _Layout | None = None
+        self._layout: SafetensorsLayout | None = None
         self._is_first = True
         self._others: dict[str, bytes] = {}
         """The folder's other files, which stay as they are."""
@@ -168,7 +166,7 @@ class PolicyWeights:
             images.save(folder)
         if self._is_first:
             self._is_first = False
-            self._layout = _Layout.of(folder / WEIGHTS, state)
+            self._layout = SafetensorsLayout.of(folder / WEIGHTS, state)
             others = [file for file in folder.iterdir() if file.is_file() and file.name != WEIGHTS]
             self._others = {file.name: file.read_bytes() for file in others}
 
@@ -182,44 +180,6 @@ class PolicyWeights:
             hidden_TD = hidden_states(model, tokens_T, row.position_ids, row, embedded_TD)
             logprobs, _ = token_logprobs(head_logits(model, hidden_TD[:-1]), tokens_T[1:], 1.0)
         return [0.0, *logprobs.tolist()]
-
-
-class _Layout:
-    """Where each tensor is in a file of safetensors, so that the next file can be written without a copy.
-
-    The format: the length of a header in 8 bytes, the header in JSON (dtype, shape and place of each tensor),
-    then the tensors' bytes.
-    """
-
-    def __init__(self, header: bytes, names: Sequence[str]) -> None:
-        self._header, self._names = header, names
-
-    @classmethod
-    def of(cls, path: Path, state: dict[str, Tensor]) -> _Layout | None:
-        """None where the file does not have the module's tensors under their own names, without gaps."""
-        if not path.is_file():
-            return None  # it was cut into several
-        with path.open("rb") as file:
-            length = file.read(8)
-            header = length + file.read(int.from_bytes(length, "little"))
-        places: dict[str, Any] = json.loads(header[8:])
-        places.pop("__metadata__", None)
-        names = sorted(places, key=lambda name: places[name]["data_offsets"][0])
-        end = 0
-        for name in names:
-            start, stop = places[name]["data_offsets"]
-            tensor = state.get(name)
-            if tensor is None or start != end or stop - start != tensor.numel() * tensor.element_size():
-                return None
-            end = stop
-        return cls(header, names)
-
-    def write(self, path: Path, state: dict[str, Tensor]) -> None:
-        with path.open("wb") as file:
-            file.write(self._header)
-            for name in self._names:
-                tensor = state[name].detach().contiguous().cpu()
-                file.write(tensor.flatten().view(torch.uint8).numpy().data)
 
 
 def merged_state(model: nn.Module) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 Everything here runs on one thread. On a GPU one step is in flight while the next is scheduled and launched, so
 that the device never waits for the host: `step` launches a step, then collects the one before it. On a CPU a
-step is collected at once. Whatever must see the state of all requests (a pause, new weights, a failure) first
+step is collected at once. What must see the state of all requests (a pause, new weights, a failure) first
 collects the steps in flight. A step that raises fails the requests that were part of it and drops all KV; the
 engine stays usable. A row that cannot be sampled, or whose logits are not finite, fails alone.
 """

@@ -23,7 +23,15 @@ import numpy as np
 from torch import nn
 
 from ludus.core.failures import EngineError, LudusError
-from ludus.core.generation import Completion, Engine, FinishReason, OnTokens, Sampling, VersionSpan
+from ludus.core.generation import (
+    Completion,
+    Engine,
+    FinishReason,
+    OnTokens,
+    Sampling,
+    VersionSpan,
+    checked_context,
+)
 from ludus.core.messages import MediaSpan
 from ludus.core.tokenizer import Tokenizer
 from ludus.engine.config import EngineConfig, EngineStats
@@ -266,15 +274,7 @@ class EmbeddedEngine(Engine):
 
     def _checked(self, tokens: Sequence[int]) -> list[int]:
         self._thread.check_open()
-        array = np.asarray(tokens)
-        if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
-            raise EngineError("a context must be a non-empty list of token ids", retriable=False)
-        if array.min() < 0 or array.max() >= self._vocabulary:
-            wrong = int(array.min()) if array.min() < 0 else int(array.max())
-            raise EngineError(
-                f"token {wrong} is not in the model's vocabulary of {self._vocabulary}", retriable=False
-            )
-        context: list[int] = array.tolist()
+        context: list[int] = checked_context(tokens, self._vocabulary).tolist()
         return context
 
     async def _keyed(self, context: list[int], media: Sequence[MediaSpan]) -> list[int]:

@@ -7,7 +7,7 @@ preempted: it goes back to the head of the queue and recomputes later.
 
 Who is next: first come, first served, except that a *long* prompt, one that a whole step cannot finish, lets
 others pass. It gets half of the step (`long_share`), the other half is offered to the requests behind it whose
-prompts are not long, in their order, and what they leave goes to the long prompt as well. Nobody starves: the
+prompts are not long, in their order, and what they leave goes to the long prompt as well. None starves: the
 long prompt has the first half of every step until it is finished, blocks that it will need are kept for it, and
 then the head of the queue is admitted before all others. A request that goes on with the same tokens as the
 long prompt does not pass: it waits for their KV instead of computing it a second time.
@@ -64,7 +64,7 @@ class Scheduler:
     """Queues, batch rows, sessions and their block tables."""
 
     long_share = 0.5
-    """The part of a step that a long prompt gets before others are asked; 1.0 lets nobody pass."""
+    """The part of a step that a long prompt gets before others are asked; with 1.0 none pass."""
 
     def __init__(self, block_manager: BlockManager, max_running: int, tokens_per_step: int) -> None:
         self.block_manager = block_manager
@@ -157,12 +157,12 @@ class Scheduler:
     def _follows(self, request: Request, long: Request) -> bool:
         """Whether a request waits for tokens of a long prompt, or is known to be long itself."""
         if request.behind is None or request.behind[0] is not long:
-            is_score = request.is_score or long.is_score  # whose KV nobody shares
+            is_score = request.is_score or long.is_score  # its KV is not shared
             request.behind = long, 0 if is_score else common_prefix(request.tokens, long.tokens)
         return request.behind[1] > long.block_table.length
 
     def _extend_long(self, step: StepPlan) -> None:
-        """The long prompt gets what nobody else has taken of the step; nobody is preempted for that."""
+        """Give the step's leftover tokens to the long prompt. Never preempts."""
         assert step.long is not None
         chunk = step.chunks[step.long]
         request = chunk.request

@@ -1,6 +1,6 @@
 """The engine's thread, and the admission queue in front of it: where event loops meet the thread of the model.
 
-`engine.py` says who waits for whom.
+`engine.py` says what waits for what.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class EngineThread:
 
 
 def _again(error: EngineError) -> EngineError:
-    """The same error for another caller: a traceback belongs to one."""
+    """A copy of an error for one caller: each adds its own traceback."""
     copy = EngineError(str(error), retriable=error.retriable)
     copy.__cause__ = error.__cause__
     return copy

@@ -13,7 +13,7 @@ from ludus.core.registry import lazy_exports
 if TYPE_CHECKING:
     from ludus.engine.replicas.process import ProcessReplica, ReplicaSettings
     from ludus.engine.replicas.replicated import ReplicaLimits, ReplicatedEngine
-    from ludus.engine.replicas.weight_folders import WeightSource
+    from ludus.engine.replicas.weights import WeightSource
 
 __all__ = [
     "ProcessReplica",

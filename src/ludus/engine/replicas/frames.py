@@ -9,20 +9,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ludus.core.failures import EngineError
-from ludus.core.generation import Completion, FinishReason, VersionSpan
+from ludus.core.generation import Completion, FinishReason, VersionSpan, checked_context
 from ludus.core.messages import Json
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
-    array = np.asarray(tokens)
-    if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
-        raise EngineError("a context must be a non-empty list of token ids", retriable=False)
-    limits = np.iinfo(np.int32)
-    if array.min() < 0 or array.max() > limits.max:
-        wrong = int(array.min()) if array.min() < 0 else int(array.max())
-        raise EngineError(f"token {wrong} is not in the model's vocabulary", retriable=False)
-    return array.astype("<i4").tobytes()
+    return checked_context(tokens).astype("<i4").tobytes()
 
 
 def pack_images(tokens: bytes, images: Mapping[str, bytes]) -> tuple[Json, bytes]:

@@ -20,14 +20,14 @@ from ludus.engine.replicas.frames import (
     unpack_images,
     unpack_tokens,
 )
-from ludus.engine.replicas.weight_loading import load_into, load_model
+from ludus.engine.replicas.weights import load_into, load_model
 
 _IMAGE_BYTES = 1 << 28
 """What the files of images may take that are kept for later requests."""
 
 
 class _Missing(Exception):
-    """Images of a request that are not here; whoever asked sends them along with it."""
+    """Images of a request that are not here; the caller sends them along with it again."""
 
     def __init__(self, images: list[str]) -> None:
         super().__init__(images)
@@ -69,7 +69,7 @@ class ServedEngine:
     async def told(
         self, work: Callable[[], Coroutine[Any, Any, tuple[Json, bytes]]]
     ) -> tuple[Json, bytes]:
-        """What `work` gives, or the error that it raises, for whoever asked."""
+        """What `work` gives, or the error that it raises, for the caller."""
         try:
             return await work()
         except _Missing as missing:
@@ -152,6 +152,6 @@ class ServedEngine:
         model = load_model(folder, setup["dtype"], setup["device"])
         decoder = _Decoder(folder)
         decoder.prepare()
-        # nobody else uses this device: a pause need not hand the KV cache's memory to a trainer
+        # the engine has this device to itself: a pause need not hand the KV cache's memory to a trainer
         config = EngineConfig.model_validate({**setup["engine"], "release_memory": "never"})
         self._engine = EmbeddedEngine(model, decoder, config, version=setup["version"])

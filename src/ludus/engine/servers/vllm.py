@@ -10,7 +10,7 @@ server has the queue. While it is paused, requests in flight keep their connecti
 still. A call that is cancelled closes its connection, which ends the request on the server.
 
 What a session is: nothing. The server finds the longest known prefix of every request in its cache (in whole
-blocks: 16 tokens on a GPU, 128 on a CPU), whoever computed it. So a fork costs nothing, and a release frees
+blocks: 16 tokens on a GPU, 128 on a CPU), for any request. So a fork costs nothing, and a release frees
 nothing: what was not used for the longest time goes first.
 """
 
@@ -24,7 +24,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ludus.core.failures import ConfigError, EngineError
-from ludus.core.generation import Completion, Engine, FinishReason, OnTokens, Sampling, VersionSpan
+from ludus.core.generation import (
+    Completion,
+    Engine,
+    FinishReason,
+    OnTokens,
+    Sampling,
+    VersionSpan,
+    checked_context,
+)
 from ludus.core.images import not_shown
 from ludus.core.messages import Json, MediaSpan
 from ludus.core.tokenizer import Tokenizer
@@ -231,7 +239,7 @@ class VllmEngine(Engine):
 
     async def _probe(self) -> None:
         """Ask for the largest token: the vocabulary must be as large as the trained model's."""
-        await self._server.resume()  # whoever used it before may have died in an update
+        await self._server.resume()  # a run that used it before may have died in an update
         try:
             await self.score([self._vocabulary - 1])
         except EngineError as error:
@@ -253,7 +261,7 @@ class VllmEngine(Engine):
                 return f"{self.name}: {problem}"
 
     async def _stranger(self) -> str | None:
-        """Whether somebody else's weights are there."""
+        """Why the weights are not those that this run has loaded; None where they are."""
         if self._is_loading:
             return None
         try:
@@ -274,12 +282,5 @@ class VllmEngine(Engine):
 
     def _checked(self, tokens: Sequence[int]) -> list[int]:
         """Requests that the server would refuse, or worse."""
-        given = list(tokens)
-        if not given:
-            raise EngineError("a context must be a non-empty list of token ids", retriable=False)
-        if wrong := [token for token in (min(given), max(given)) if not 0 <= token < self._vocabulary]:
-            raise EngineError(
-                f"token {wrong[0]} is not in the model's vocabulary of {self._vocabulary}",
-                retriable=False,
-            )
+        given: list[int] = checked_context(tokens, self._vocabulary).tolist()
         return given

@@ -147,5 +147,5 @@ def serve_command(
 
 
 def shell_line(variables: Mapping[str, str], command: Sequence[str]) -> str:
-    """The same as one line for a shell."""
+    """Variables and command as one line for a shell."""
     return " ".join([*(f"{name}={value}" for name, value in variables.items()), shlex.join(command)])

@@ -47,7 +47,7 @@ def with_head(folder: Path) -> Iterator[Path]:
     if source is None:
         yield folder
         return
-    # beside the folder: whoever sees that sees this, and files can be linked
+    # beside the folder: a server that sees that sees this, and files can be linked
     made = Path(tempfile.mkdtemp(prefix=f"{folder.name}-with-head-", dir=folder.parent))
     try:
         made.chmod(0o755)  # the server may be another user's
@@ -82,5 +82,5 @@ def _write_head(source: tuple[Path, str], target: Path) -> None:
 def _link(file: Path, target: Path) -> None:
     try:
         os.link(file, target)
-    except OSError:  # a file system without links, or somebody else's file
+    except OSError:  # a file system without links, or a file of another user
         shutil.copyfile(file, target)

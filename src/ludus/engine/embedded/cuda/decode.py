@@ -161,7 +161,7 @@ class DecodeStep:
     def store_host(
         self, place: int, rows: Ints, sampled: tuple[Sequence[int], Sequence[float], Sequence[bool]]
     ) -> None:
-        """The same with values on the host."""
+        """Store sampled tokens that are on the host."""
         device = self._state.block_tables.device
         values = [
             torch.tensor(given, dtype=self.results.device[name].dtype, device=device)

@@ -1,0 +1,288 @@
+"""Weights in folders: written by the trainer, published to engines, loaded into their models in place.
+
+A version is a folder in Hugging Face format, in shared memory where there is room. It appears whole, is never
+changed, and stays for as long as it is read or is the newest: an engine that comes back after a crash starts
+from it. What a killed process has left is removed by the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from ludus.core.failures import EngineError
+from ludus.core.messages import MediaSpan
+from ludus.engine.canary import Canary
+from ludus.model.hf_model import auto_class
+from ludus.model.images import ImageProcessor, attach_images
+from ludus.remote.processes import ScratchFolder, remove_left_folders
+
+log = logging.getLogger(__name__)
+
+WEIGHTS = "model.safetensors"
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+PREFIX = "ludus-weights-"
+_SHARED_MEMORY = Path("/dev/shm")
+_VERSIONS = 2
+"""How many folders there are at once while replicas go from one to the next."""
+
+
+class WeightSource(Protocol):
+    """The trainer, as far as engines know it."""
+
+    @property
+    def size(self) -> int:
+        """Bytes that the weights take."""
+
+    def write(self, folder: Path) -> None:
+        """Write model and tokenizer in Hugging Face format into an empty folder."""
+
+    def score(self, tokens: Sequence[int], media: Sequence[MediaSpan] = ()) -> list[float]:
+        """The log-probability of each token given those before it; the first one's is 0."""
+
+
+class Published:
+    """The weights of one version, and what the trainer says of the canary with them.
+
+    The trainer scores it while engines load. Publishing ends when both are done: weights change then.
+    """
+
+    def __init__(self, folder: Path, version: int, expected: asyncio.Future[list[float]]) -> None:
+        self.folder, self.version, self.expected = folder, version, expected
+        self._readers, self._is_old = 0, False
+
+    @contextmanager
+    def reading(self) -> Iterator[Path]:
+        """Around everything that reads the folder."""
+        self._readers += 1
+        try:
+            yield self.folder
+        finally:
+            self._readers -= 1
+            self._remove_if_unused()
+
+    def retire(self) -> None:
+        """There is a newer one."""
+        self._is_old = True
+        self._remove_if_unused()
+
+    def _remove_if_unused(self) -> None:
+        if self._is_old and not self._readers:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class WeightFolders:
+    """Publishes versions, one after the other; the newest is kept."""
+
+    def __init__(self, source: WeightSource, canary: Canary, parent: Path | None = None) -> None:
+        """`parent` is where folders are made: shared memory when left out, if there is room."""
+        self._source, self._canary = source, canary
+        self._scratch = ScratchFolder(PREFIX, parent or _roomy_place(source.size))
+        self.newest: Published | None = None
+
+    async def publish(self, version: int) -> Published:
+        """Write the trainer's weights, which are the newest from now on."""
+        folder = self._scratch.path / str(version)
+        await asyncio.to_thread(self._write, folder)
+        scored = asyncio.to_thread(self._source.score, self._canary.tokens, self._canary.media)
+        old, self.newest = self.newest, Published(folder, version, asyncio.ensure_future(scored))
+        if old is not None:
+            old.retire()
+        return self.newest
+
+    def _write(self, folder: Path) -> None:
+        self._scratch.remove_others()
+        shutil.rmtree(folder, ignore_errors=True)  # an attempt that failed
+        folder.mkdir()
+        self._source.write(folder)
+
+    def close(self) -> None:
+        self._scratch.remove()
+
+
+def remove_left_weights() -> None:
+    """Remove what killed trainers have left in shared memory, where a model's weights are gigabytes."""
+    if _SHARED_MEMORY.is_dir():
+        remove_left_folders(_SHARED_MEMORY, PREFIX)
+
+
+def _roomy_place(size: int) -> Path:
+    """Shared memory, or the folder for temporary files where that is too small (as in many containers)."""
+    temporary = Path(tempfile.gettempdir())
+    if not _SHARED_MEMORY.is_dir():
+        return temporary
+    free = shutil.disk_usage(_SHARED_MEMORY).free
+    if free >= _VERSIONS * size:
+        return _SHARED_MEMORY
+    log.warning(
+        "%s has %.1f GiB left, and weights of %.1f GiB are needed there twice: they go through %s, which is "
+        "slower (docker run --shm-size=... makes it larger)",
+        *(_SHARED_MEMORY, free / 2**30, size / 2**30, temporary),
+    )
+    return temporary
+
+
+class SafetensorsLayout:
+    """Where each tensor is in a file of safetensors, so that the next file can be written without a copy."""
+
+    def __init__(self, header: bytes, names: Sequence[str]) -> None:
+        self._header, self._names = header, names
+
+    @classmethod
+    def of(cls, path: Path, state: dict[str, Tensor]) -> SafetensorsLayout | None:
+        """None where the file does not have the module's tensors under their own names, without gaps."""
+        if not path.is_file():
+            return None  # it was cut into several
+        with path.open("rb") as file:
+            length = file.read(8)
+            header = length + file.read(int.from_bytes(length, "little"))
+        places = _places(header[8:])
+        names = sorted(places, key=lambda name: places[name]["data_offsets"][0])
+        end = 0
+        for name in names:
+            start, stop = places[name]["data_offsets"]
+            tensor = state.get(name)
+            if tensor is None or start != end or stop - start != tensor.numel() * tensor.element_size():
+                return None
+            end = stop
+        return cls(header, names)
+
+    def write(self, path: Path, state: dict[str, Tensor]) -> None:
+        with path.open("wb") as file:
+            file.write(self._header)
+            for name in self._names:
+                tensor = state[name].detach().contiguous().cpu()
+                file.write(tensor.flatten().view(torch.uint8).numpy().data)
+
+
+def _places(header: bytes) -> dict[str, Any]:
+    """Dtype, shape and place of each tensor.
+
+    The format of safetensors: the length of a header in 8 bytes, the header in JSON, then the tensors' bytes.
+    """
+    places: dict[str, Any] = json.loads(header)
+    places.pop("__metadata__", None)
+    return places
+
+
+def load_model(folder: Path, dtype: str, device: str) -> nn.Module:
+    """The folder's causal LM, to be sampled and not to be trained. It sees where the folder has a processor."""
+    model = _loaded(folder, getattr(torch, dtype))
+    if hasattr(model, "get_image_features") and any(folder.glob("*processor_config.json")):
+        attach_images(model, ImageProcessor.load(str(folder)))
+    for parameter in model.parameters():
+        # aligned, as in the trainer's own model: products round differently on memory that is not
+        parameter.data = parameter.data.clone()
+    return model.to(device).requires_grad_(False)
+
+
+@torch.no_grad()
+def load_into(model: nn.Module, folder: Path) -> None:
+    """Copy a folder's weights into a model, whose parameters stay where they are.
+
+    Everything is checked before the first tensor is copied. Where the file's names are not the module's own (an
+    architecture whose checkpoints look different), transformers translates them.
+    """
+    own = model.state_dict()
+    try:
+        with safe_open(folder / WEIGHTS, "pt") as file:
+            names = set(file.keys())
+            if _covers(names, own):
+                for name in names:
+                    _check_shape(name, file.get_slice(name).get_shape(), own[name])
+                for name in names:
+                    own[name].copy_(file.get_tensor(name))
+                return
+    except (OSError, SafetensorError) as error:
+        raise EngineError(f"{folder / WEIGHTS} cannot be read: {error}") from error
+    other = _loaded(folder, next(model.parameters()).dtype).state_dict()
+    if other.keys() != own.keys():
+        raise EngineError(f"{folder} has the weights of another model", retriable=False)
+    for name, tensor in other.items():
+        _check_shape(name, list(tensor.shape), own[name])
+    for name, tensor in other.items():
+        own[name].copy_(tensor)
+
+
+@torch.no_grad()
+def copy_into(model: nn.Module, data: Any) -> bool:
+    """Copy weights into a model from the bytes of a safetensors file (anything with a buffer), without a copy.
+
+    False, and nothing is changed, where their names are not the module's own.
+    """
+    own, found = model.state_dict(), tensors_in(data)
+    if not _covers(set(found), own):
+        return False
+    for name, tensor in found.items():
+        _check_shape(name, list(tensor.shape), own[name])
+    for name, tensor in found.items():
+        own[name].copy_(tensor)
+    return True
+
+
+def tensors_in(data: Any) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, without a copy: they last as long as `data`, and are read only."""
+    view = memoryview(data).cast("B")
+    begin = 8 + int.from_bytes(view[:8], "little")
+    places = _places(bytes(view[8:begin]))
+    found = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that they cannot be written to
+        for name, place in places.items():
+            (start, stop), dtype = place["data_offsets"], _DTYPES[place["dtype"]]
+            count = (stop - start) // dtype.itemsize
+            flat = torch.frombuffer(view, dtype=dtype, count=count, offset=begin + start)
+            found[name] = flat.reshape(place["shape"])
+    return found
+
+
+def _covers(names: set[str], own: dict[str, Any]) -> bool:
+    """Whether these are the module's tensors, all of them; of those that share memory one is enough."""
+    if not names <= own.keys():
+        return False
+    covered = {own[name].data_ptr() for name in names}
+    return all(tensor.data_ptr() in covered for tensor in own.values())
+
+
+def _check_shape(name: str, found: list[int], tensor: Tensor) -> None:
+    if list(found) != list(tensor.shape):
+        raise EngineError(
+            f"the new weights have {name} of shape {list(found)}, and the model one of {list(tensor.shape)}: "
+            "nothing was changed",
+            retriable=False,
+        )
+
+
+def _loaded(folder: Path, dtype: torch.dtype) -> nn.Module:
+    from transformers import AutoConfig
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        config = AutoConfig.from_pretrained(str(folder))
+        model, found = auto_class(config).from_pretrained(
+            str(folder), config=config, dtype=dtype, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise EngineError(f"the model in {folder} cannot be loaded: {error}", retriable=False) from error
+    if missing := sorted(found["missing_keys"]):
+        raise EngineError(
+            f"the files in {folder} lack {len(missing)} weights, such as {missing[0]}", retriable=False
+        )
+    loaded: nn.Module = model
+    return loaded
