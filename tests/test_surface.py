@@ -267,13 +267,16 @@ def test_neither_writing_code_nor_mistakes_nor_settings_load_torch(tmp_path: Pat
         assert expected in text, command
 
 
-def test_the_algorithms_that_recipes_know_without_torch_are_those_that_need_no_options() -> None:
-    from ludus.algos import ALGORITHMS, load_algorithm
-    from ludus.training.config.rl_checks import PLAIN
+def test_what_recipes_know_of_algorithms_without_torch_is_true() -> None:
+    from ludus.algos import ALGORITHMS, Need, load_algorithm
 
-    assert set(ALGORITHMS) - {"dr_grpo"} == PLAIN  # dr_grpo needs a length
-    for name in PLAIN:
-        load_algorithm(name)
+    for name, spec in ALGORITHMS.items():
+        options = {"length": 10} if spec.needs_options else {}
+        if spec.needs_options:
+            with pytest.raises(ConfigError, match="length"):
+                load_algorithm(name)
+        needs = load_algorithm(name, aggregation_options=options).needs
+        assert spec.has_critic == (Need.CRITIC in needs)
 
 
 if __name__ == "__main__":

@@ -653,7 +653,7 @@ def test_the_first_page_begins_with_what_a_newcomer_needs() -> None:
 
 @pytest.mark.parametrize("command", ["train", "eval", "rollout", "settings"])
 def test_help_names_everything_that_a_recipe_can_name(command: str) -> None:
-    from ludus.algos.registry import ALGORITHMS
+    from ludus.algos.specs import ALGORITHMS
     from ludus.envs.world import ENVS
     from ludus.rewards.registry import GROUP_REWARDS, REWARDS
     from ludus.synth.method import METHODS

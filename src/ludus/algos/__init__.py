@@ -1,77 +1,84 @@
 """Algorithms as pure functions over packed tensors.
 
 An algorithm is an advantage estimator, a policy loss and an aggregation. The trainer does not know which
-ones it runs. `registry` has the tables of names.
+ones it runs. `specs` and `registry` have the tables of names. Names are imported when they are first used:
+recipes read `specs` without torch.
 """
 
 from __future__ import annotations
 
-from ludus.algos.advantage_inputs import (
-    AdvantageInputs,
-    Advantages,
-    Estimator,
-    Need,
-    action_span,
-    needs,
-    needs_of,
-    token_rewards,
-    turn_returns,
-)
-from ludus.algos.advantages import (
-    dr_grpo,
-    gigpo,
-    grpo,
-    reinforce,
-    reinforce_pp,
-    reinforce_pp_baseline,
-    rloo,
-    turn_grpo,
-)
-from ludus.algos.gae import gae, value_loss
-from ludus.algos.importance import (
-    Correction,
-    corrected,
-    effective_sample_size,
-    masked_importance,
-    truncated_importance,
-)
-from ludus.algos.kl import Divergence, adapted_kl_coefficient, k1, k2, k3, kl_reward
-from ludus.algos.losses import (
-    Aggregation,
-    LossInputs,
-    Metrics,
-    PolicyLoss,
-    by_length,
-    by_sequence,
-    by_sequence_sum,
-    by_token,
-    cispo,
-    clipped_surrogate,
-    dual_clip,
-    gspo,
-    policy_gradient,
-    with_regularization,
-)
-from ludus.algos.plain_lists import Attempt, TurnTokens, inputs_from
-from ludus.algos.registry import (
-    AGGREGATIONS,
-    ALGORITHMS,
-    CORRECTIONS,
-    DIVERGENCES,
-    ESTIMATORS,
-    LOSSES,
-    Algorithm,
-    AlgorithmSpec,
-    load_aggregation,
-    load_algorithm,
-    load_correction,
-    load_divergence,
-    load_estimator,
-    load_loss,
-    options_of,
-)
-from ludus.algos.shaping import overlong_penalty, resample_on_correct, roc_penalty
-from ludus.algos.trees import TreeNodes, tree_grpo, tree_nodes, tree_value, treepo
+from typing import TYPE_CHECKING
+
+from ludus.core.registry import lazy_exports
+
+if TYPE_CHECKING:
+    from ludus.algos.advantage_inputs import (
+        AdvantageInputs,
+        Advantages,
+        Estimator,
+        Need,
+        action_span,
+        needs,
+        needs_of,
+        token_rewards,
+        turn_returns,
+    )
+    from ludus.algos.advantages import (
+        dr_grpo,
+        gigpo,
+        grpo,
+        reinforce,
+        reinforce_pp,
+        reinforce_pp_baseline,
+        rloo,
+        turn_grpo,
+    )
+    from ludus.algos.critic_advantages import gae, value_loss
+    from ludus.algos.importance import (
+        Correction,
+        corrected,
+        effective_sample_size,
+        masked_importance,
+        truncated_importance,
+    )
+    from ludus.algos.kl import Divergence, adapted_kl_coefficient, k1, k2, k3, kl_reward
+    from ludus.algos.losses import (
+        Aggregation,
+        LossInputs,
+        Metrics,
+        PolicyLoss,
+        by_length,
+        by_sequence,
+        by_sequence_sum,
+        by_token,
+        cispo,
+        clipped_surrogate,
+        dual_clip,
+        gspo,
+        policy_gradient,
+        with_regularization,
+    )
+    from ludus.algos.plain_lists import Attempt, TurnTokens, inputs_from
+    from ludus.algos.registry import (
+        AGGREGATIONS,
+        CORRECTIONS,
+        DIVERGENCES,
+        ESTIMATORS,
+        LOSSES,
+        Algorithm,
+        load_aggregation,
+        load_algorithm,
+        load_correction,
+        load_divergence,
+        load_estimator,
+        load_loss,
+        options_of,
+    )
+    from ludus.algos.shaping import overlong_penalty, resample_on_correct, roc_penalty
+    from ludus.algos.specs import ALGORITHMS, AlgorithmSpec
+    from ludus.algos.trees import TreeNodes, tree_grpo, tree_nodes, tree_value, treepo
+
+__getattr__, __dir__ = lazy_exports(__name__)
 
 __all__ = [
     "AGGREGATIONS",

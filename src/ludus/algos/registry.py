@@ -11,8 +11,8 @@ from __future__ import annotations
 import inspect
 import sysconfig
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -25,6 +25,7 @@ from ludus.algos.advantage_inputs import AdvantageInputs, Advantages, Estimator,
 from ludus.algos.importance import Correction, corrected
 from ludus.algos.kl import Divergence, k3
 from ludus.algos.losses import Aggregation, LossInputs, PolicyLoss
+from ludus.algos.specs import ALGORITHMS, AlgorithmSpec, Options
 from ludus.core.config import Config
 from ludus.core.failures import ConfigError, LudusError
 from ludus.core.registry import Registry
@@ -38,7 +39,7 @@ ESTIMATORS = Registry(
         "reinforce": "ludus.algos.advantages:reinforce",
         "reinforce_pp": "ludus.algos.advantages:reinforce_pp",
         "reinforce_pp_baseline": "ludus.algos.advantages:reinforce_pp_baseline",
-        "gae": "ludus.algos.gae:gae",
+        "gae": "ludus.algos.critic_advantages:gae",
         "turn_grpo": "ludus.algos.advantages:turn_grpo",
         "gigpo": "ludus.algos.advantages:gigpo",
         "tree_grpo": "ludus.algos.trees:tree_grpo",
@@ -73,8 +74,6 @@ CORRECTIONS = Registry(
     },
 )
 DIVERGENCES = Registry("divergence", {k: f"ludus.algos.kl:{k}" for k in ("k1", "k2", "k3")})
-
-Options = Mapping[str, Any]
 
 
 def load_estimator(name: str, options: Options | None = None) -> Estimator:
@@ -111,36 +110,6 @@ def load_divergence(name: str) -> Divergence:
     """An estimator of the divergence from a reference."""
     divergence: Divergence = _bound(DIVERGENCES, name, None)
     return divergence
-
-
-@dataclass(frozen=True, slots=True)
-class AlgorithmSpec:
-    """What a well-known algorithm is made of: names and options, where they differ from the defaults."""
-
-    estimator: str
-    loss: str = "clipped"
-    loss_options: Options = field(default_factory=dict)
-    aggregation: str = "token"
-
-
-ALGORITHMS: dict[str, AlgorithmSpec] = {
-    "grpo": AlgorithmSpec("grpo"),
-    "dr_grpo": AlgorithmSpec("dr_grpo", aggregation="length"),
-    "dapo": AlgorithmSpec("grpo", loss_options={"clip_low": 0.2, "clip_high": 0.28}),
-    "gspo": AlgorithmSpec("grpo", loss="gspo", aggregation="sequence"),
-    "cispo": AlgorithmSpec("grpo", loss="cispo"),
-    "rloo": AlgorithmSpec("rloo", aggregation="sequence_sum"),
-    "reinforce": AlgorithmSpec("reinforce"),
-    "reinforce_pp": AlgorithmSpec("reinforce_pp"),
-    "reinforce_pp_baseline": AlgorithmSpec("reinforce_pp_baseline"),
-    "ppo": AlgorithmSpec("gae"),
-    "turn_grpo": AlgorithmSpec("turn_grpo"),
-    "gigpo": AlgorithmSpec("gigpo"),
-    "tree_grpo": AlgorithmSpec("tree_grpo"),
-    "treepo": AlgorithmSpec("treepo"),
-    "tree_value": AlgorithmSpec("tree_value"),
-}
-"""A recipe's `algorithm`: one of these, or a reference to an estimator of one's own."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)

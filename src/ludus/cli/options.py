@@ -37,7 +37,8 @@ class RecipeCommand(TyperCommand):
 
 def known_names() -> dict[str, list[str]]:
     """What a recipe can name, by kind: built in, or registered by an installed package."""
-    from ludus.algos.registry import ALGORITHMS, ESTIMATORS, LOSSES
+    from ludus.algos.registry import ESTIMATORS, LOSSES
+    from ludus.algos.specs import ALGORITHMS
     from ludus.chat.formats import FORMATS
     from ludus.envs.world import ADAPTERS, WORLDS
     from ludus.rewards.registry import GROUP_REWARDS, REWARDS

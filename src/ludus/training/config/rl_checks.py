@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ludus.algos.specs import ALGORITHMS
 from ludus.core.failures import ConfigError
 from ludus.rollouts.budgets import Budgets
 from ludus.training.data.curriculum import BUDGETS, check_settings
 
 if TYPE_CHECKING:
     from ludus.training.config.rl import RLConfig
-
-
-PLAIN = {"grpo", "dapo", "gspo", "cispo", "rloo", "ppo", "turn_grpo", "gigpo"}
-PLAIN |= {"reinforce", "reinforce_pp", "reinforce_pp_baseline", "tree_grpo", "treepo", "tree_value"}
-"""Algorithms of `ludus.algos` that need no options: known here, so that reading a recipe loads no torch."""
 
 
 def check_rl(config: RLConfig) -> None:
@@ -53,7 +49,8 @@ def _is_plain(config: RLConfig) -> bool:
     """Whether nothing can be wrong with the algorithm: a known name, and nothing said about its parts."""
     said = {name: value for name, value in config.algorithm_settings.items() if name != "name" and value}
     is_usual = config.attempts > 1 and config.critic is None and config.advantage_mask
-    return config.algorithm in PLAIN and not said and is_usual
+    spec = ALGORITHMS.get(config.algorithm)
+    return spec is not None and not spec.needs_options and not said and is_usual
 
 
 def _check_algorithm(config: RLConfig) -> None:
@@ -116,10 +113,6 @@ def _check_attempts(config: RLConfig) -> None:
         raise ValueError("keep_attempts must be below attempts, of which it keeps some")
 
 
-_NOT_OF_TREES = ("ppo", "turn_grpo", "gigpo", "reinforce_pp")
-"""Algorithms that read an episode turn by turn, and would miss the turns that branches share."""
-
-
 def _check_tree(config: RLConfig) -> None:
     if config.tree is None:
         return
@@ -128,7 +121,8 @@ def _check_tree(config: RLConfig) -> None:
             f"tree.roots = {config.tree.roots} leaves none of {config.attempts} attempts to branch off: lower "
             "it, or raise attempts"
         )
-    if config.algorithm in _NOT_OF_TREES:
+    spec = ALGORITHMS.get(config.algorithm)
+    if spec is not None and spec.reads_turns:
         raise ValueError(
             f"{config.algorithm} gives credit along whole episodes, and branches share their first turns: use "
             "tree_grpo, treepo, tree_value, or an algorithm with one advantage per episode, such as grpo"

@@ -6,9 +6,9 @@ was decided is in the run's recipe.json, so that a resumed run goes on by it.
 
 from __future__ import annotations
 
+from ludus.algos.specs import ALGORITHMS
 from ludus.training.config.recipe import Recipe, StageConfig
 from ludus.training.config.rl import CriticConfig, RLConfig
-from ludus.training.config.rl_checks import PLAIN
 from ludus.training.config.stages import CRITIC_RATES, EvaluationStageConfig, UsualRates
 
 
@@ -33,8 +33,10 @@ def _with_usual(stage: StageConfig, recipe: Recipe) -> StageConfig:
 
 
 def _needs_critic(stage: RLConfig) -> bool:
-    if stage.algorithm in PLAIN or not stage.steps:
-        return stage.algorithm == "ppo" and stage.steps > 0
+    if not stage.steps:
+        return False
+    if (spec := ALGORITHMS.get(stage.algorithm)) is not None:
+        return spec.has_critic
     from ludus.algos import Need, load_algorithm  # torch comes with it
 
     return Need.CRITIC in load_algorithm(**stage.algorithm_settings).needs
