@@ -18,15 +18,7 @@ from ludus.core.registry import Registry
 from ludus.core.tokenizer import Tokenizer
 from ludus.engine.config import EngineConfig
 
-ENGINES = Registry(
-    "engine",
-    {
-        "embedded": "ludus.engine.embedded.engine:EmbeddedEngine.of_run",
-        "process": "ludus.engine.replicas.process:ProcessReplica.of_run",
-        "vllm": "ludus.engine.servers.vllm:VllmEngine.of_run",
-    },
-    group="ludus.engines",
-)
+ENGINES = Registry("engine", group="ludus.engines")
 
 
 @dataclass(frozen=True, slots=True)
