@@ -13,14 +13,19 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "training"))
+
 import torch
 import torch.distributed as dist
+from called_ranks import ALONE, CalledRanks, called_ranks
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -28,9 +33,7 @@ from ludus.core import Segment, SegmentKind, StopReason, Task, TokenSequence, Tr
 from ludus.model import use_ludus_attention
 from ludus.observe import table_markdown
 from ludus.training import Learner, OptimizerConfig, sft_step
-from ludus.training.config.cluster import ClusterConfig
 from ludus.training.optim.sharding import current_group
-from ludus.training.ranks.processes import Ranks, start_ranks
 
 VOCABULARY = 4096
 
@@ -78,11 +81,11 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def compare_steps(pair: Ranks, options: argparse.Namespace) -> list[list[str]]:
+def compare_steps(pair: CalledRanks, options: argparse.Namespace) -> list[list[str]]:
     shown = episodes(options.tokens)
     config = OptimizerConfig(micro_batch_tokens=4096)
     steps: dict[str, Callable[[], object]] = {}
-    for name, ranks in (("one", Ranks()), ("two", pair)):
+    for name, ranks in (("one", ALONE), ("two", pair)):
         policy = ranks.shard(model_of(options.layers, options.width))
         learner = ranks.make(Learner, policy, config, 1000)
         steps[name] = lambda ranks=ranks, learner=learner: ranks.run(sft_step, learner, shown)  # type: ignore[misc]
@@ -103,7 +106,7 @@ def broadcast_all(sizes: list[int]) -> None:
         dist.broadcast(torch.zeros(size) if current_group().rank == 0 else torch.empty(size), 0)
 
 
-def compare_moves(pair: Ranks, options: argparse.Namespace) -> list[list[str]]:
+def compare_moves(pair: CalledRanks, options: argparse.Namespace) -> list[list[str]]:
     count = options.megabytes * 250_000  # float32
     width = 1024
     layers = max(1, (count - VOCABULARY * width) // (11 * width * width))
@@ -120,7 +123,6 @@ def compare_moves(pair: Ranks, options: argparse.Namespace) -> list[list[str]]:
         "a copy in memory": copy_all,
         "gloo broadcast, tensor by tensor": lambda: pair.run(broadcast_all, sizes),
         "shards to rank 0's engine (publish)": lambda: pair.publish(policy, model),
-        "rank 0's model to the shards (receive)": lambda: pair.receive(policy, model),
     }
     times: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(options.rounds):
@@ -142,8 +144,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=500)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    cluster = ClusterConfig(trainer_ranks=2, timeout=600)
-    pair = start_ranks(cluster, torch.device("cpu"), threads=1)
+    pair = called_ranks(timeout=600)
     try:
         columns = ["round", "tokens/s, one rank", "tokens/s, two ranks", "ratio"]
         print(table_markdown(columns, compare_steps(pair, options)), flush=True)

@@ -77,7 +77,7 @@ def test_without_staleness_a_run_is_a_plain_loop(tmp_path: Path) -> None:
         recipe = Recipe.parse({**settings(tmp_path / "none"), **tables})
         rl = recipe.stages[0]
         async with await build_run_context(recipe, Parts(**code())) as context:
-            learner = Learner(context.model, rl.optimizer, rl.steps)
+            learner = Learner(context.policy, rl.optimizer, rl.steps)
             plain = PlainSteps(context.task_sets, rl.rollouts, recipe.seed)
             for step in range(rl.steps):
                 played = await plain.play(step)
@@ -85,7 +85,7 @@ def test_without_staleness_a_run_is_a_plain_loop(tmp_path: Path) -> None:
                 policy_update(learner, played, rl, reference=None, critic=None)
                 await context.engine.update_weights()
                 await context.engine.resume()
-            return {name: tensor.clone() for name, tensor in context.model.state_dict().items()}
+            return {name: tensor.clone() for name, tensor in context.policy.state_dict().items()}
 
     expected = asyncio.run(plain_loop())
     for name, tensor in weights(found).items():

@@ -15,6 +15,7 @@ from ludus.chat.tokenizers import HFTokenizer, load_tokenizer
 from ludus.engine.replicas.weights import load_into, load_model
 from ludus.model import use_ludus_attention
 from ludus.training.models.loading import load_weights
+from ludus.training.ranks.processes import Ranks
 from ludus.training.rollout_engines import PolicyWeights
 
 TOKENS = list(range(3, 40))
@@ -44,7 +45,7 @@ def test_every_version_is_a_whole_model(base: Path, tmp_path: Path, dtype: str) 
     """The first is written by transformers, later ones by us: each is what transformers would write."""
     model = load_weights(str(base), getattr(torch, dtype))
     use_ludus_attention(model)
-    source = PolicyWeights(model, load_tokenizer(str(base)))
+    source = PolicyWeights(Ranks.alone(model), load_tokenizer(str(base)))
     engine = load_model(written(source, tmp_path / "0"), dtype, "cpu")
     for version in range(1, 4):
         changed(model)
@@ -68,7 +69,7 @@ def test_every_version_is_a_whole_model(base: Path, tmp_path: Path, dtype: str) 
 def test_an_adapter_is_merged(base: Path, tmp_path: Path, options: dict[str, Any]) -> None:  # noqa: F811
     """As peft itself merges it; the model that is trained stays as it is."""
     model = adapted(base, **options)
-    source = PolicyWeights(model, load_tokenizer(str(base)))
+    source = PolicyWeights(Ranks.alone(model), load_tokenizer(str(base)))
     for version in range(2):
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         folder = written(source, tmp_path / str(version))
@@ -85,7 +86,7 @@ def test_an_adapter_is_merged(base: Path, tmp_path: Path, options: dict[str, Any
 def test_files_of_other_names_are_translated(base: Path, tmp_path: Path) -> None:  # noqa: F811
     """Where a module's names are not the file's, transformers knows how to read it."""
     model = load_weights(str(base), torch.float32)
-    source = PolicyWeights(model, HFTokenizer(AutoTokenizer.from_pretrained(base)))
+    source = PolicyWeights(Ranks.alone(model), HFTokenizer(AutoTokenizer.from_pretrained(base)))
     engine = load_model(written(source, tmp_path / "0"), "float32", "cpu")
     changed(model)
     folder = written(source, tmp_path / "1")

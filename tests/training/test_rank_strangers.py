@@ -19,8 +19,9 @@ from typing import Any
 
 import pytest
 import torch
+from called_ranks import CalledRanks, CallProgram, called_ranks
 from stranger import HELLO, Payload
-from test_ranks import pids, two_ranks
+from test_ranks import pids
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from ludus.core import ConfigError, LudusError
@@ -168,13 +169,17 @@ class RealLauncher:
     interface = "lo"
 
     def launch(self, variables: Mapping[str, str]) -> RankProcess:
-        return spawn_rank(variables)
+        return spawn_rank(variables, CallProgram)
 
 
 def test_ranks_that_a_launcher_starts_meet_at_its_address_alone() -> None:
     before = set(listening(os.getpid()))
     cluster = ClusterConfig.parse({"trainer_ranks": 2, "timeout": 60})
-    ranks = start_ranks(cluster, torch.device("cpu"), threads=1, launcher=RealLauncher())
+    ranks = CalledRanks(
+        start_ranks(
+            cluster, torch.device("cpu"), threads=1, launcher=RealLauncher(), program=CallProgram
+        )
+    )
     try:
         found = {address for address, _ in set(listening(os.getpid())) - before}
         assert found == {"0100007F"}  # 127.0.0.1
@@ -243,7 +248,7 @@ def test_ranks_of_one_machine_listen_on_loopback_and_their_store_is_private(
     monkeypatch.setattr("tempfile.tempdir", None)
     mark = tmp_path / "mark"
     before = set(listening(os.getpid()))
-    ranks = two_ranks()
+    ranks = called_ranks()
     try:
         assert os.environ["GLOO_SOCKET_IFNAME"] == "nowhere0"
         (rank,) = [

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from called_ranks import ALONE, CalledRanks, called_ranks
 from ragged_episodes import branched, played, scored, tiny_model, with_long_prompts
 from small_steps import imitation, rows_of_lengths, small_model, weighed
 from torch import nn
@@ -31,40 +32,33 @@ from ludus.training import (
     policy_update,
     sft_step,
 )
-from ludus.training.checkpoint import load_learner, save_learner, sync_reference
-from ludus.training.config.cluster import ClusterConfig
 from ludus.training.config.model import LoraConfig
 from ludus.training.data.packing import micro_batches_of
 from ludus.training.models.adapter_reference import AdapterReference, ShardedAdapterReference
 from ludus.training.models.lora import add_adapter
+from ludus.training.models.references import sync_reference
 from ludus.training.optim.critic import ValueModel
 from ludus.training.optim.learner import frozen
 from ludus.training.optim.logprobs import logprobs_of
 from ludus.training.optim.sharding import ShardedModel, current_group
-from ludus.training.ranks.processes import RankError, Ranks, start_ranks
+from ludus.training.ranks.processes import RankError
 from ludus.training.stages.preference import pairs_of, prefer
 from ludus.training.stages.sft import loss_on
 
 pytestmark = pytest.mark.timeout(300)  # on a busy machine a process takes long to start
 OPTIMIZER = {"learning_rate": 1e-2, "micro_batch_tokens": 40, "max_gradient_norm": 0.5}
-ALONE = Ranks()
 SLOW = pytest.mark.slow
 
 
-def two_ranks(**settings: Any) -> Ranks:
-    cluster = ClusterConfig.parse({"trainer_ranks": 2, "timeout": 60, **settings})
-    return start_ranks(cluster, torch.device("cpu"), threads=1)
-
-
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Ranks]:
+def pair() -> Iterator[CalledRanks]:
     """This process and another one. The last test kills that one."""
-    ranks = two_ranks()
+    ranks = called_ranks()
     yield ranks
     ranks.close()
 
 
-def learner_on(ranks: Ranks, model: nn.Module, **settings: Any) -> tuple[nn.Module, Learner]:
+def learner_on(ranks: CalledRanks, model: nn.Module, **settings: Any) -> tuple[nn.Module, Learner]:
     policy = ranks.shard(model)
     config = OptimizerConfig.parse(OPTIMIZER | settings)
     return policy, ranks.make(Learner, policy, config, 20)
@@ -89,7 +83,9 @@ def assert_same_weights(one: nn.Module, two: nn.Module, places: float = 1e-5) ->
         assert float((left - right).detach().abs().max()) <= places, name
 
 
-def on_both(work: Callable[[Ranks], tuple[list[dict[str, float]], nn.Module]], pair: Ranks) -> None:
+def on_both(
+    work: Callable[[CalledRanks], tuple[list[dict[str, float]], nn.Module]], pair: CalledRanks
+) -> None:
     """The same work on one rank and on two; and that it was work."""
     one, model = work(ALONE)
     two, other = work(pair)
@@ -107,7 +103,7 @@ LENGTHS = [[5, 9, 30, 7, 12, 3, 22, 17], [40], [2, 3], [8, 8, 8, 8, 8, 8, 8], [3
 
 
 def imitating(
-    ranks: Ranks, model: nn.Module, layers: int = 0, **settings: Any
+    ranks: CalledRanks, model: nn.Module, layers: int = 0, **settings: Any
 ) -> list[dict[str, float]]:
     """Ragged batches, among them one row alone: the other rank then has nothing."""
     policy, learner = learner_on(ranks, model, **settings)
@@ -125,20 +121,20 @@ def imitating(
     ("tied", "layers"),
     [(True, 0), pytest.param(True, 2, marks=SLOW), pytest.param(False, 0, marks=SLOW), (False, 2)],
 )
-def test_two_ranks_equal_one(pair: Ranks, tied: bool, layers: int) -> None:
+def test_two_ranks_equal_one(pair: CalledRanks, tied: bool, layers: int) -> None:
     """Also where activations are computed again."""
 
-    def work(ranks: Ranks) -> tuple[list[dict[str, float]], nn.Module]:
+    def work(ranks: CalledRanks) -> tuple[list[dict[str, float]], nn.Module]:
         model = small_model(tie_word_embeddings=tied)
         return imitating(ranks, model, layers), model
 
     on_both(work, pair)
 
 
-def test_activation_memory_on_two_ranks(pair: Ranks) -> None:
+def test_activation_memory_on_two_ranks(pair: CalledRanks) -> None:
     """What a token takes is measured on the sharded model too; with little memory all layers are recomputed."""
 
-    def work(ranks: Ranks) -> tuple[list[dict[str, float]], nn.Module]:
+    def work(ranks: CalledRanks) -> tuple[list[dict[str, float]], nn.Module]:
         model = small_model()
         policy, learner = learner_on(ranks, model, activation_memory=5e-5)
         rows = rows_of_lengths([30, 20, 12, 9, 5])
@@ -167,11 +163,11 @@ def attends_by_ludus(policy: nn.Module) -> bool:
     return True
 
 
-def test_ranks_without_an_engine_attend_as_it_does(pair: Ranks) -> None:
+def test_ranks_without_an_engine_attend_as_it_does(pair: CalledRanks) -> None:
     assert pair.run(attends_by_ludus, pair.shard(small_model()))
 
 
-def test_half_precision_has_its_masters_in_parts(pair: Ranks) -> None:
+def test_half_precision_has_its_masters_in_parts(pair: CalledRanks) -> None:
     """Gradients in bfloat16 are rounded before they are summed, so the two agree to its precision alone."""
     one, two = (small_model(torch.bfloat16) for _ in range(2))
     before = small_model(torch.bfloat16)
@@ -186,7 +182,7 @@ def test_half_precision_has_its_masters_in_parts(pair: Ranks) -> None:
     assert_same_weights(one, two, places=moved)
 
 
-def test_the_same_run_again_is_the_same_bit_for_bit(pair: Ranks) -> None:
+def test_the_same_run_again_is_the_same_bit_for_bit(pair: CalledRanks) -> None:
     one, two = small_model(), small_model()
     assert imitating(pair, one) == imitating(pair, two)
     assert_same_weights(one, two, places=0.0)
@@ -202,12 +198,12 @@ def test_the_same_run_again_is_the_same_bit_for_bit(pair: Ranks) -> None:
         ),
     ],
 )
-def test_rl_on_two_ranks(pair: Ranks, settings: dict[str, Any], kind: Any) -> None:
+def test_rl_on_two_ranks(pair: CalledRanks, settings: dict[str, Any], kind: Any) -> None:
     """With a critic of either kind, a reference that follows, corrections, several updates a step."""
     config = RLConfig.parse(settings)
     batches = [played(tiny_model(), seed=seed, groups=3) for seed in range(3)]
 
-    def work(ranks: Ranks) -> tuple[list[dict[str, float]], nn.Module]:
+    def work(ranks: CalledRanks) -> tuple[list[dict[str, float]], nn.Module]:
         model = tiny_model()
         policy, learner = learner_on(ranks, model)
         reference = ranks.shard(frozen(tiny_model())) if config.kl else None
@@ -230,13 +226,13 @@ def test_rl_on_two_ranks(pair: Ranks, settings: dict[str, Any], kind: Any) -> No
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "tree_grpo"])
-def test_trees_on_two_ranks(pair: Ranks, algorithm: str) -> None:
+def test_trees_on_two_ranks(pair: CalledRanks, algorithm: str) -> None:
     """Shared turns are trained once on every rank, also where the attempt that sampled them is masked."""
     config = RLConfig.parse({"algorithm": algorithm, "kl": 0.1, "broken": {"no_answer": "mask"}})
     batches = [branched(tiny_model(), seed=seed) for seed in range(3)]
     batches[1] = replace(batches[1], masked=frozenset({(0, 0), (1, 0), (2, 3)}))
 
-    def work(ranks: Ranks) -> tuple[list[dict[str, float]], nn.Module]:
+    def work(ranks: CalledRanks) -> tuple[list[dict[str, float]], nn.Module]:
         model = tiny_model()
         policy, learner = learner_on(ranks, model, max_gradient_norm=1e9)
         reference = ranks.shard(frozen(tiny_model()))
@@ -250,7 +246,7 @@ def test_trees_on_two_ranks(pair: Ranks, algorithm: str) -> None:
     on_both(work, pair)
 
 
-def test_a_step_without_signal_on_two_ranks(pair: Ranks) -> None:
+def test_a_step_without_signal_on_two_ranks(pair: CalledRanks) -> None:
     """All advantages are 0: a forward pass for the metrics, and no update."""
     batch = played(tiny_model(), groups=2)
     for group in batch.groups:
@@ -266,10 +262,10 @@ def test_a_step_without_signal_on_two_ranks(pair: Ranks) -> None:
     assert pair.run(policy_update, learner, empty, RLConfig(), reference=None, critic=None) == {}
 
 
-def test_sft_and_held_out_loss_on_two_ranks(pair: Ranks) -> None:
+def test_sft_and_held_out_loss_on_two_ranks(pair: CalledRanks) -> None:
     shown = scored(played(tiny_model(), seed=1))
 
-    def work(ranks: Ranks) -> tuple[list[dict[str, float]], nn.Module]:
+    def work(ranks: CalledRanks) -> tuple[list[dict[str, float]], nn.Module]:
         model = tiny_model()
         policy, learner = learner_on(ranks, model)
         rows = []
@@ -282,7 +278,9 @@ def test_sft_and_held_out_loss_on_two_ranks(pair: Ranks) -> None:
     on_both(work, pair)
 
 
-def sharing_steps(ranks: Ranks, limit: int | None = None) -> tuple[list[dict[str, float]], nn.Module]:
+def sharing_steps(
+    ranks: CalledRanks, limit: int | None = None
+) -> tuple[list[dict[str, float]], nn.Module]:
     """Groups with a long prompt each, of which some share a micro-batch and others are dealt to both ranks."""
     model = tiny_model()
     batches = [with_long_prompts(played(model, seed=seed)) for seed in (1, 2)]
@@ -300,21 +298,21 @@ def sharing_steps(ranks: Ranks, limit: int | None = None) -> tuple[list[dict[str
     return [{k: v for k, v in row.items() if k != "prefix_sharing"} for row in metrics], model
 
 
-def test_shared_prefixes_on_two_ranks(pair: Ranks) -> None:
+def test_shared_prefixes_on_two_ranks(pair: CalledRanks) -> None:
     """How much is shared depends on how rows are dealt out; the steps do not."""
     on_both(sharing_steps, pair)
 
 
-def test_shared_prefixes_without_memory_on_two_ranks(pair: Ranks) -> None:
+def test_shared_prefixes_without_memory_on_two_ranks(pair: CalledRanks) -> None:
     on_both(lambda ranks: sharing_steps(ranks, 120 if ranks is pair else None), pair)
 
 
 @pytest.mark.parametrize("loss", ["dpo", pytest.param("kto", marks=SLOW)])
-def test_preferences_on_two_ranks(pair: Ranks, loss: Any) -> None:
+def test_preferences_on_two_ranks(pair: CalledRanks, loss: Any) -> None:
     pairs = pairs_of(played(tiny_model(), seed=3).groups)
     config = PreferenceConfig(loss=loss)
 
-    def work(ranks: Ranks) -> tuple[list[dict[str, float]], nn.Module]:
+    def work(ranks: CalledRanks) -> tuple[list[dict[str, float]], nn.Module]:
         model = tiny_model()
         policy, learner = learner_on(ranks, model)
         reference = ranks.shard(frozen(tiny_model()))
@@ -330,19 +328,19 @@ def adapted_model() -> nn.Module:
 
 
 @pytest.mark.parametrize("follows", [pytest.param(False, marks=SLOW), True])
-def test_lora_on_two_ranks(pair: Ranks, follows: bool) -> None:
+def test_lora_on_two_ranks(pair: CalledRanks, follows: bool) -> None:
     """Its reference is the policy without the adapter, or with the adapter that it had two steps ago."""
     config = RLConfig.parse({"kl": 0.2, "updates": 2})
     batches = [played(tiny_model(), seed=seed, groups=3) for seed in range(4)]
 
-    def work(ranks: Ranks) -> tuple[list[dict[str, float]], nn.Module]:
+    def work(ranks: CalledRanks) -> tuple[list[dict[str, float]], nn.Module]:
         model: Any = adapted_model()
         policy, learner = learner_on(ranks, model)
         reference: nn.Module
         if isinstance(policy, ShardedModel):
             reference = ranks.make(ShardedAdapterReference, policy, None)
         else:
-            reference = AdapterReference(model, {}, None)
+            reference = AdapterReference(model, None)
         rows = []
         for number, batch in enumerate(batches):
             if follows and number == 2:
@@ -358,12 +356,12 @@ def test_lora_on_two_ranks(pair: Ranks, follows: bool) -> None:
 
 @SLOW
 @pytest.mark.parametrize("kind", ["model", "head"])
-def test_a_critic_of_an_adapted_model_on_two_ranks(pair: Ranks, kind: Any) -> None:
+def test_a_critic_of_an_adapted_model_on_two_ranks(pair: CalledRanks, kind: Any) -> None:
     """Its trunk has the adapter's layers."""
     config = RLConfig.parse({"algorithm": "ppo"})
     batches = [played(tiny_model(), seed=seed, groups=3) for seed in range(2)]
 
-    def work(ranks: Ranks) -> tuple[list[dict[str, float]], nn.Module]:
+    def work(ranks: CalledRanks) -> tuple[list[dict[str, float]], nn.Module]:
         model = adapted_model()
         policy, learner = learner_on(ranks, model)
         values = ranks.shard(ValueModel(model, own_trunk=kind == "model"))
@@ -415,7 +413,7 @@ def run_out_of_memory(policy: ShardedModel, rank: int, where: str, most: int) ->
         pytest.param("backward", 1, marks=SLOW),
     ],
 )
-def test_out_of_memory_on_one_rank_is_split_on_all(pair: Ranks, where: str, rank: int) -> None:
+def test_out_of_memory_on_one_rank_is_split_on_all(pair: CalledRanks, where: str, rank: int) -> None:
     """The result is that of a run which had enough."""
     shown = scored(played(tiny_model(), seed=1))
     results = []
@@ -432,7 +430,7 @@ def test_out_of_memory_on_one_rank_is_split_on_all(pair: Ranks, where: str, rank
     assert_same_weights(results[0][1], results[1][1])
 
 
-def test_a_row_that_does_not_fit_on_one_rank_ends_the_step_on_all(pair: Ranks) -> None:
+def test_a_row_that_does_not_fit_on_one_rank_ends_the_step_on_all(pair: CalledRanks) -> None:
     """First with activation checkpointing; the ranks can go on with something smaller afterwards."""
     shown = scored(played(tiny_model(), seed=1))
     policy, learner = learner_on(pair, tiny_model())
@@ -449,7 +447,7 @@ def fail_on(rank: int, policy: nn.Module, learner: Learner, shown: Sequence[Traj
     return sft_step(learner, shown)
 
 
-def test_an_error_on_one_rank_ends_the_call_on_all(pair: Ranks) -> None:
+def test_an_error_on_one_rank_ends_the_call_on_all(pair: CalledRanks) -> None:
     """The others are in the midst of their passes then."""
     shown = scored(played(tiny_model(), seed=1))
     policy, learner = learner_on(pair, tiny_model())
@@ -486,7 +484,7 @@ def imitate_another(learner: Learner, batch: Batch, what: str) -> dict[str, floa
     return learner.step(micro_batches(batch, 40, rows, ranks=2), imitation)
 
 
-def test_ranks_that_have_other_rows_do_not_train(pair: Ranks) -> None:
+def test_ranks_that_have_other_rows_do_not_train(pair: CalledRanks) -> None:
     """All of them say so, before anything is computed, and can go on; rounding is no difference."""
     rows = rows_of_lengths([12, 9, 5, 20])
     policy, learner = learner_on(pair, small_model())
@@ -507,7 +505,15 @@ def score_another(policy: nn.Module, batch: Batch) -> Any:
 # Checkpoints.
 
 
-def test_state_goes_from_two_ranks_to_one_and_back(pair: Ranks, tmp_path: Path) -> None:
+def save_state_of(learner: Learner, path: Path) -> None:
+    learner.save(path)
+
+
+def load_state_of(learner: Learner, path: Path) -> None:
+    learner.load(path)
+
+
+def test_state_goes_from_two_ranks_to_one_and_back(pair: CalledRanks, tmp_path: Path) -> None:
     """2 -> 1 -> 2 and 1 -> 2 -> 1: steps go on as if nothing had happened."""
     shown = scored(played(tiny_model(), seed=1))
     ends: list[tuple[list[dict[str, float]], nn.Module]] = []
@@ -516,12 +522,10 @@ def test_state_goes_from_two_ranks_to_one_and_back(pair: Ranks, tmp_path: Path) 
         for turn, ranks in enumerate(order):
             policy, learner = learner_on(ranks, model, schedule="linear", warmup_steps=2)
             if turn:
-                assert ranks.run(load_learner, tmp_path / f"{number}-{turn - 1}", learner) == {"a": 1}
+                ranks.run(load_state_of, learner, tmp_path / f"{number}-{turn - 1}")
             metrics += [ranks.run(sft_step, learner, shown[turn + i :]) for i in range(2)]
             ranks.publish(policy, model)
-            folder = tmp_path / f"{number}-{turn}"
-            folder.mkdir()
-            ranks.run(save_learner, folder, learner, {"a": 1})
+            ranks.run(save_state_of, learner, tmp_path / f"{number}-{turn}")
         ends.append((metrics, model))
     for metrics, model in ends[1:]:
         assert_close(ends[0][0], metrics)
@@ -529,7 +533,9 @@ def test_state_goes_from_two_ranks_to_one_and_back(pair: Ranks, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kind", ["model", pytest.param("head", marks=SLOW)])
-def test_a_critic_goes_from_two_ranks_to_one_and_back(pair: Ranks, tmp_path: Path, kind: Any) -> None:
+def test_a_critic_goes_from_two_ranks_to_one_and_back(
+    pair: CalledRanks, tmp_path: Path, kind: Any
+) -> None:
     batch, config = played(tiny_model(), seed=2), RLConfig(algorithm="ppo")
     ends = []
     for number, order in enumerate([[ALONE] * 3, [pair, ALONE, pair]]):
@@ -541,7 +547,7 @@ def test_a_critic_goes_from_two_ranks_to_one_and_back(pair: Ranks, tmp_path: Pat
             chosen = CriticConfig.parse({"kind": kind, "optimizer": OPTIMIZER})
             critic = ranks.make(Critic, policy, chosen, 20, 0, values)
             if turn:
-                ranks.run(critic.load, tmp_path / f"{number}-{turn - 1}")
+                ranks.run(Critic.load, critic, tmp_path / f"{number}-{turn - 1}")
             metrics.append(
                 ranks.run(
                     policy_update,
@@ -555,7 +561,7 @@ def test_a_critic_goes_from_two_ranks_to_one_and_back(pair: Ranks, tmp_path: Pat
             )
             folder = tmp_path / f"{number}-{turn}"
             folder.mkdir()
-            ranks.run(critic.save, folder)
+            ranks.run(Critic.save, critic, folder)
         ends.append(metrics)
     assert_close(*ends)
     assert ends[0][0]["value_loss"] != pytest.approx(ends[0][-1]["value_loss"], rel=1e-3)
@@ -589,7 +595,7 @@ def die(rank: int, learner: Learner, shown: Sequence[Trajectory]) -> Any:
     return sft_step(learner, shown)
 
 
-def test_a_killed_rank_ends_the_run_with_its_name(pair: Ranks) -> None:
+def test_a_killed_rank_ends_the_run_with_its_name(pair: CalledRanks) -> None:
     shown = scored(played(tiny_model(), seed=1))
     _, learner = learner_on(pair, tiny_model())
     assert len(Batch.of(shown))

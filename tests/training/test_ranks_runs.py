@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from called_ranks import ALONE, called_ranks
 from safetensors.torch import load_file
 from small_steps import small_model
 from stage_runs import Talker, numbers
 from test_kill_and_resume import STAGES
-from test_ranks import ALONE, assert_close, assert_same_weights, imitating, two_ranks
+from test_ranks import assert_close, assert_same_weights, imitating
 from training_helpers import TINY, add, even, expert, tasks
 
 import ludus
@@ -115,7 +116,7 @@ def test_two_replicas_of_two_shards_equal_one_rank() -> None:
     one = small_model()
     expected = imitating(ALONE, one)
     for settings in ({"trainer_ranks": 4, "replicas": 2}, {"trainer_ranks": 3}):
-        ranks = two_ranks(**settings)
+        ranks = called_ranks(**settings)
         try:
             two = small_model()
             assert_close(expected, imitating(ranks, two))

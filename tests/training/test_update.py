@@ -49,7 +49,7 @@ def packed_whole(trajectories: list[Trajectory]) -> MicroBatch:
 
 def gradients(context: RunContext, groups: list[Group], **settings: float) -> list[torch.Tensor]:
     """The gradient of one RL step, before clipping, without changing the model."""
-    model = copy.deepcopy(context.model)
+    model = copy.deepcopy(context.policy)
     tokens = int(settings.pop("micro_batch_tokens", 16384))
     optimizer = OptimizerConfig(micro_batch_tokens=tokens, max_gradient_norm=1e9)
     learner = Learner(model, optimizer, total_steps=1)
@@ -66,7 +66,7 @@ async def test_engine_and_trainer_agree(recipe: Recipe, parts: Parts, temperatur
         assert max(t.turns for t in trajectories) > 1, "the test needs a reused prefix"
         packed = packed_whole(trajectories)
         with torch.no_grad():
-            logprobs, entropy = action_logprobs(context.model, packed, temperature)
+            logprobs, entropy = action_logprobs(context.policy, packed, temperature)
         torch.testing.assert_close(logprobs, packed.old_logprobs_A, atol=1e-4, rtol=0)
         assert (entropy >= 0).all()
 
@@ -99,13 +99,13 @@ async def test_groups_without_signal_change_nothing(recipe: Recipe, parts: Parts
         for group in groups:
             for trajectory in group.trajectories:
                 trajectory.reward = 1.0
-        before = copy.deepcopy(context.model.state_dict())
-        learner = Learner(context.model, OptimizerConfig(learning_rate=0.1), total_steps=1)
+        before = copy.deepcopy(context.policy.state_dict())
+        learner = Learner(context.policy, OptimizerConfig(learning_rate=0.1), total_steps=1)
         metrics = reinforced(learner, groups, RLConfig())
         assert (metrics["no_signal"], metrics["updates"], learner.steps_done) == (1, 0, 0)
         assert not {"loss", "gradient_norm"} & metrics.keys()
         assert metrics["entropy"] > 0, "what the policy is like is measured all the same"
-        for name, value in context.model.state_dict().items():
+        for name, value in context.policy.state_dict().items():
             assert torch.equal(value, before[name])
 
 
@@ -113,7 +113,7 @@ async def test_imitation_learns_actions_and_nothing_else(recipe: Recipe, parts: 
     """The loss is the mean over action tokens of a plain forward pass, observations left out."""
     async with await build_run_context(recipe, parts) as context:
         trajectories = [t for group in await played(context) for t in group.trajectories][:4]
-        model = copy.deepcopy(context.model)
+        model = copy.deepcopy(context.policy)
         model.set_attn_implementation("sdpa")  # type: ignore[operator]
         total, count = 0.0, 0
         for trajectory in trajectories:
@@ -124,7 +124,7 @@ async def test_imitation_learns_actions_and_nothing_else(recipe: Recipe, parts: 
                 if said:
                     total -= float(logits[place - 1, tokens[0, place]])
                     count += 1
-        learner = Learner(context.model, OptimizerConfig(), total_steps=1)
+        learner = Learner(context.policy, OptimizerConfig(), total_steps=1)
         assert sft_step(learner, trajectories)["loss"] == pytest.approx(total / count, rel=1e-4)
 
 
@@ -132,7 +132,7 @@ async def test_reinforcement_raises_the_reward(recipe: Recipe, parts: Parts) -> 
     """Pushing up what was better makes it likelier under the new weights."""
     async with await build_run_context(recipe, parts) as context:
         groups = await played(context)
-        learner = Learner(context.model, OptimizerConfig(learning_rate=1e-3), total_steps=1)
+        learner = Learner(context.policy, OptimizerConfig(learning_rate=1e-3), total_steps=1)
         best = max(groups[0].trainable, key=lambda t: t.reward or 0.0)
         worst = min(groups[0].trainable, key=lambda t: t.reward or 0.0)
         assert best.reward != worst.reward
@@ -141,6 +141,6 @@ async def test_reinforcement_raises_the_reward(recipe: Recipe, parts: Parts) -> 
         for trajectory in (best, worst):
             packed = packed_whole([trajectory])
             with torch.no_grad():
-                now, _ = action_logprobs(context.model, packed, 1.0)
+                now, _ = action_logprobs(context.policy, packed, 1.0)
             moved.append(float((now - packed.old_logprobs_A).mean()))
         assert moved[0] > moved[1]

@@ -35,6 +35,7 @@ from ludus.llm import Address
 from ludus.observe import RunFolder
 from ludus.training.config.parts import load_parts
 from ludus.training.config.recipe_files import load_recipe
+from ludus.training.ranks.processes import Ranks
 from ludus.training.rollout_engines import PolicyWeights
 from ludus.training.run_context import load_policy
 
@@ -133,7 +134,7 @@ def apart(one: list[float], other: list[float]) -> float:
 
 def write(model: Any, tokenizer: Any, folder: Path) -> Path:
     folder.mkdir()
-    PolicyWeights(model, tokenizer).write(folder)
+    PolicyWeights(Ranks.alone(model), tokenizer).write(folder)
     return folder
 
 
@@ -215,7 +216,10 @@ def test_the_canary_catches_a_tied_head_that_was_not_updated(
 ) -> None:
     """What vLLM makes of a folder without a head, on a CPU; and that an update by Ludus is whole."""
     model, tokenizer = moved(policy[0], 5, by=0.003), policy[1]
-    folder, weights = write(model, tokenizer, tmp_path / "w"), PolicyWeights(model, tokenizer)
+    folder, weights = (
+        write(model, tokenizer, tmp_path / "w"),
+        PolicyWeights(Ranks.alone(model), tokenizer),
+    )
     canary = Canary.of(tokenizer.vocabulary_size, None, "float32")
     expected = weights.score(canary.tokens)
 

@@ -28,6 +28,7 @@ from ludus.engine.replicas import ReplicaLimits, ReplicatedEngine
 from ludus.engine.servers import VllmEngine, VllmOptions
 from ludus.observe import RunFolder
 from ludus.training import Parts, Recipe
+from ludus.training.ranks.processes import Ranks
 from ludus.training.rollout_engines import PolicyWeights, write_policy
 from ludus.training.run_context import load_policy
 
@@ -139,7 +140,7 @@ def test_the_canary_refuses_a_half_applied_update(
     async def scenario() -> None:
         engine = ReplicatedEngine(
             [VllmEngine(server.url, tokenizer, options=FAST)],
-            PolicyWeights(model, tokenizer),
+            PolicyWeights(Ranks.alone(model), tokenizer),
             Canary.of(tokenizer.vocabulary_size, 4096, "float32"),
             limits=ReplicaLimits(seconds=20, backoff=0.001),
             folder=tmp_path,

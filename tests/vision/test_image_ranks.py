@@ -13,7 +13,14 @@ from torch import nn
 from vision_models import noise, save_idefics3, save_llava, save_llava_next
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
-from test_ranks import ALONE, assert_close, assert_same_weights, learner_on, two_ranks
+from called_ranks import ALONE, CalledRanks, called_ranks
+from test_ranks import (
+    assert_close,
+    assert_same_weights,
+    learner_on,
+    load_state_of,
+    save_state_of,
+)
 
 from ludus.chat import Renderer, load_format
 from ludus.core import Group, LudusError, Media, Message, Segment, SegmentKind, StopReason, Task
@@ -30,13 +37,12 @@ from ludus.training import (
     policy_update,
     sft_step,
 )
-from ludus.training.checkpoint import load_learner, save_learner, sync_reference
 from ludus.training.config.model import ModelConfig
 from ludus.training.models.adapter_reference import AdapterReference, ShardedAdapterReference
+from ludus.training.models.references import sync_reference
 from ludus.training.optim.critic import ValueModel
 from ludus.training.optim.learner import frozen
 from ludus.training.optim.sharding import ShardedModel
-from ludus.training.ranks.processes import Ranks
 from ludus.training.stages.preference import pairs_of, prefer
 from ludus.training.stages.sft import loss_on
 
@@ -56,8 +62,8 @@ SHOWN: list[tuple[Media, ...]] = [
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Ranks]:
-    ranks = two_ranks()
+def pair() -> Iterator[CalledRanks]:
+    ranks = called_ranks()
     yield ranks
     ranks.close()
 
@@ -121,10 +127,10 @@ def all_of(batch: RolloutBatch) -> list[Trajectory]:
     return [t for group in batch.groups for t in group.trajectories]
 
 
-Work = Callable[[Ranks], tuple[list[dict[str, float]], nn.Module]]
+Work = Callable[[CalledRanks], tuple[list[dict[str, float]], nn.Module]]
 
 
-def on_both(work: Work, pair: Ranks) -> nn.Module:
+def on_both(work: Work, pair: CalledRanks) -> nn.Module:
     (one, model), (two, other) = work(ALONE), work(pair)
     for rows in (one, two):
         for row in rows:
@@ -146,7 +152,7 @@ def on_both(work: Work, pair: Ranks) -> nn.Module:
     ],
 )
 def test_sft_and_rl_on_two_ranks(
-    pair: Ranks, folders: Callable[[str], Path], family: str, vision: str
+    pair: CalledRanks, folders: Callable[[str], Path], family: str, vision: str
 ) -> None:
     """Rows with, without and with several images; a rank with none; and steps in which nobody has any."""
     config = RLConfig.parse({"kl": 0.1, "updates": 2, "correction": "truncated"})
@@ -159,7 +165,7 @@ def test_sft_and_rl_on_two_ranks(
         all_of(episodes(renderer, 7, [(noise(2),)]))[:1],  # the other rank has nothing at all
     ]
 
-    def work(ranks: Ranks) -> tuple[list[dict[str, float]], nn.Module]:
+    def work(ranks: CalledRanks) -> tuple[list[dict[str, float]], nn.Module]:
         model, _ = loaded(folders(family), vision=vision)
         policy, learner = learner_on(ranks, model, **OPTIMIZER)
         rows = [ranks.run(sft_step, learner, shown) for shown in given]
@@ -183,12 +189,12 @@ def test_sft_and_rl_on_two_ranks(
 
 @SLOW
 @pytest.mark.parametrize("kind", ["model", "head"])
-def test_a_critic_on_two_ranks(pair: Ranks, folders: Callable[[str], Path], kind: Any) -> None:
+def test_a_critic_on_two_ranks(pair: CalledRanks, folders: Callable[[str], Path], kind: Any) -> None:
     _, renderer = loaded(folders("llava"))
     batches = [episodes(renderer, seed) for seed in range(2)]
     config = RLConfig.parse({"algorithm": "ppo"})
 
-    def work(ranks: Ranks) -> tuple[list[dict[str, float]], nn.Module]:
+    def work(ranks: CalledRanks) -> tuple[list[dict[str, float]], nn.Module]:
         model, _ = loaded(folders("llava"))
         policy, learner = learner_on(ranks, model, **OPTIMIZER)
         values = ranks.shard(ValueModel(model, own_trunk=kind == "model"))
@@ -205,21 +211,23 @@ def test_a_critic_on_two_ranks(pair: Ranks, folders: Callable[[str], Path], kind
 
 
 @SLOW
-def test_an_adapter_and_preferences_on_two_ranks(pair: Ranks, folders: Callable[[str], Path]) -> None:
+def test_an_adapter_and_preferences_on_two_ranks(
+    pair: CalledRanks, folders: Callable[[str], Path]
+) -> None:
     pytest.importorskip("peft")
     _, renderer = loaded(folders("llava"))
     batch = episodes(renderer, 3)
     pairs = pairs_of(batch.groups)
     assert len(pairs) == len(batch.groups)
 
-    def work(ranks: Ranks) -> tuple[list[dict[str, float]], nn.Module]:
+    def work(ranks: CalledRanks) -> tuple[list[dict[str, float]], nn.Module]:
         model, _ = loaded(folders("llava"), lora={"rank": 2})
         policy, learner = learner_on(ranks, model, **OPTIMIZER)
         reference: nn.Module
         if isinstance(policy, ShardedModel):
             reference = ranks.make(ShardedAdapterReference, policy, None)
         else:
-            reference = AdapterReference(model, {}, None)
+            reference = AdapterReference(model, None)
         rows = [ranks.run(prefer, learner, pairs, reference, PreferenceConfig()) for _ in range(2)]
         config = RLConfig.parse({"kl": 0.1})
         update = ranks.run(policy_update, learner, batch, config, reference=reference, critic=None)
@@ -231,7 +239,7 @@ def test_an_adapter_and_preferences_on_two_ranks(pair: Ranks, folders: Callable[
 
 @SLOW
 def test_state_goes_from_two_ranks_to_one_and_back(
-    pair: Ranks, folders: Callable[[str], Path], tmp_path: Path
+    pair: CalledRanks, folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
     _, renderer = loaded(folders("llava"))
     shown = all_of(episodes(renderer, 1))
@@ -241,12 +249,10 @@ def test_state_goes_from_two_ranks_to_one_and_back(
         for turn, ranks in enumerate(order):
             policy, learner = learner_on(ranks, model, **OPTIMIZER)
             if turn:
-                ranks.run(load_learner, tmp_path / f"{number}-{turn - 1}", learner)
+                ranks.run(load_state_of, learner, tmp_path / f"{number}-{turn - 1}")
             metrics += [ranks.run(sft_step, learner, shown[turn + i : 8 - i]) for i in range(2)]
             ranks.publish(policy, model)
-            folder = tmp_path / f"{number}-{turn}"
-            folder.mkdir()
-            ranks.run(save_learner, folder, learner, {})
+            ranks.run(save_state_of, learner, tmp_path / f"{number}-{turn}")
         ends.append((metrics, model))
     for rows, _ in ends:
         for row in rows:
@@ -255,8 +261,8 @@ def test_state_goes_from_two_ranks_to_one_and_back(
     assert_same_weights(ends[0][1], ends[1][1])
 
 
-def test_a_image_that_is_gone_ends_the_step_on_all_ranks(
-    pair: Ranks, folders: Callable[[str], Path]
+def test_an_image_that_is_gone_ends_the_step_on_all_ranks(
+    pair: CalledRanks, folders: Callable[[str], Path]
 ) -> None:
     model, renderer = loaded(folders("llava"), vision="trained")
     shown = all_of(episodes(renderer, 1))

@@ -42,6 +42,7 @@ from ludus.engine.replicas.served import ServedEngine
 from ludus.model import context_limit, images_of, use_ludus_attention, vocabulary_size
 from ludus.training import load_model
 from ludus.training.config.model import ModelConfig
+from ludus.training.ranks.processes import Ranks
 from ludus.training.rollout_engines import PolicyWeights
 
 ENGINE = EngineConfig(cache_tokens=2048, block_size=4)
@@ -57,7 +58,7 @@ class Trained:
         self.model, self.tokenizer = load_model(config, 0)
         use_ludus_attention(self.model)
         self.renderer = Renderer(self.tokenizer, load_format("hermes"))
-        self.weights = PolicyWeights(self.model, self.tokenizer)
+        self.weights = PolicyWeights(Ranks.alone(self.model), self.tokenizer)
 
     def context(self, *images: Media) -> Context:
         text = "what colour is " + " and ".join("\ufffc" for _ in images) + " this"

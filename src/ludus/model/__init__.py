@@ -27,7 +27,12 @@ if TYPE_CHECKING:
     from ludus.model.image_features import embedded
     from ludus.model.images import images_of
     from ludus.model.packed_attention import PackedContext
-    from ludus.model.probes import probe_head, use_ludus_attention
+    from ludus.model.probes import (
+        probe_architecture,
+        probe_head,
+        switch_attention,
+        use_ludus_attention,
+    )
 
 __all__ = [
     "AttentionParams",
@@ -43,9 +48,11 @@ __all__ = [
     "hidden_states",
     "images_of",
     "plain_head",
+    "probe_architecture",
     "probe_head",
     "sampling_mode",
     "set_activation_checkpointing",
+    "switch_attention",
     "unwrapped",
     "use_ludus_attention",
     "vocabulary_size",

@@ -12,6 +12,7 @@ in both directions, or feed images into deeper layers come out differently, and 
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -138,6 +139,7 @@ def _called_modules(decoder: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
+_PROBED_LAYERS = 2
 _PROBE_LENGTHS = (5, 3, 8, 7)
 
 log = logging.getLogger(__name__)
@@ -177,6 +179,31 @@ def use_ludus_attention(model: nn.Module) -> None:
         except BaseException:
             switched.set_attn_implementation(before)
             raise
+
+
+def switch_attention(model: nn.Module) -> None:
+    """Switch a model without weights to the attention function of Ludus, which fits its architecture."""
+    config = text_config(model)
+    switched = unwrapped(model) if config is unwrapped(model).config else decoder_of(model)
+    switched.set_attn_implementation(NAME)
+
+
+def probe_architecture(model: nn.Module) -> None:
+    """Refuse an architecture that the attention function of Ludus does not fit, of a model without weights.
+
+    A model of two such layers with random weights is probed in its place, on the host.
+    """
+    inner = unwrapped(model)
+    shallow = copy.deepcopy(inner.config)
+    config = shallow.get_text_config()
+    layers = config.num_hidden_layers
+    for name, value in vars(config).items():
+        if isinstance(value, list) and len(value) == layers:  # one entry for each layer
+            setattr(config, name, value[:_PROBED_LAYERS])
+    config.num_hidden_layers = min(layers, _PROBED_LAYERS)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        use_ludus_attention(type(inner)._from_config(shallow, dtype=inner.dtype).eval())
 
 
 def _warn_if_slow(model: nn.Module) -> None:

@@ -367,7 +367,9 @@ async def _train_in(
     with writer, setup_logging(writer), _audited(writer, recipe, parts) as parts:
         checkpoint = checkpoint_to_resume(writer, recipe) if is_resumed else None
         start = checkpoint.path if checkpoint else None
-        async with await build_run_context(recipe, parts, start, run=writer.path.name) as context:
+        async with await build_run_context(
+            recipe, parts, start, run=writer.path.name, folder=writer.path
+        ) as context:
             if context.placement is not None:
                 on_step = _joined([on_step, context.placement.report])
             if is_resumed:  # now that it can be gone on with: what was written after it will come again

@@ -130,8 +130,7 @@ class Trainer:
         if stage.is_half_updated:
             log.warning("step %d was cut off in its midst and is not saved", self.progress.step + 1)
             return
-        made = self.context
-        save_checkpoint(self.run, self.progress, made.model, made.tokenizer, stage, self._rewards)
+        save_checkpoint(self.run, self.progress, self.context, stage, self._rewards)
         self._saved = self.progress.step
         self._prune()
 
@@ -300,4 +299,4 @@ class Trainer:
 
 
 def _is_on_gpu(context: RunContext) -> bool:
-    return next(context.model.parameters()).device.type == "cuda"
+    return next(context.policy.parameters()).device.type == "cuda"

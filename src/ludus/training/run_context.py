@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -37,8 +40,9 @@ from ludus.rollouts.rollout import Rollout
 from ludus.sandbox import close_shared_sandboxes
 from ludus.tools import shut
 from ludus.tools.library import build_toolset
-from ludus.training.checkpoint import RunProgress, load_progress
+from ludus.training.checkpoint import RunProgress, load_progress, save_tokenizer, unsaved_at
 from ludus.training.config.agent import AgentConfig
+from ludus.training.config.model import ModelConfig
 from ludus.training.config.parts import Parts, task_set_specs
 from ludus.training.config.recipe import Recipe
 from ludus.training.data.conversations import Conversation, trajectory_of
@@ -47,6 +51,7 @@ from ludus.training.evaluation.evaluate import Evaluation, measure_sets
 from ludus.training.evaluation.summary import Summary, SummaryOptions
 from ludus.training.hosting import hosted_parts
 from ludus.training.models.loading import device_of, fit_tokenizer, load_model
+from ludus.training.models.sharded import ModelSource, hollow_tokenizer, source_for_ranks
 from ludus.training.placement import Placement, host_parts, place
 from ludus.training.ranks.processes import Ranks, start_ranks
 from ludus.training.replay import Recording, open_recording
@@ -66,16 +71,15 @@ class RunContext:
 
     recipe: Recipe
     parts: Parts
-    model: nn.Module
     tokenizer: HFTokenizer
     engine: Engine
     task_sets: list[TaskSet]
+    ranks: Ranks
+    """The processes that train."""
     recording: Recording | None = None
     """Where the groups come from that RL learns from, where nothing is played."""
-    ranks: Ranks = field(default_factory=Ranks)
-    """The processes that train."""
-    sharded: nn.Module | None = None
-    """The model that they train, where there are several: `model` is rank 0's copy, which is sampled."""
+    scratch: Path | None = None
+    """Where models are written that the ranks cannot read as they are."""
     behind: int = 0
     """How many versions of the weights the engine has not been given yet."""
     placement: Placement | None = None
@@ -83,8 +87,23 @@ class RunContext:
 
     @property
     def policy(self) -> nn.Module:
-        """What is trained."""
-        return self.model if self.sharded is None else self.sharded
+        """What is trained; of several ranks, rank 0's part."""
+        return self.ranks.program.policy
+
+    def save_policy(self, folder: Path) -> None:
+        """Write the policy and its tokenizer in Hugging Face format; all ranks write their parts."""
+        with unsaved_at(folder):
+            self.ranks.perform("save_policy", folder)
+        save_tokenizer(folder, self.policy, self.tokenizer)
+
+    def source(self, name: str) -> ModelSource:
+        """Where the ranks read another model than the policy."""
+        own, seed = self.recipe.model, self.recipe.seed
+        config = ModelConfig(name=name, dtype=own.dtype, device=own.device)
+        if self.ranks.size == 1:
+            return ModelSource(config, seed)
+        assert self.scratch is not None
+        return source_for_ranks(config, seed, self.scratch / sha256(name.encode()).hexdigest())
 
     @property
     def rollout(self) -> Rollout:
@@ -103,6 +122,8 @@ class RunContext:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.ranks.close()
+        if self.scratch is not None:
+            shutil.rmtree(self.scratch, ignore_errors=True)
         await self.engine.close()
         await close_task_sets(self.task_sets)
         await close_shared_sandboxes()
@@ -208,11 +229,16 @@ def _estimates(summary: Summary, with_pass: bool) -> dict[str, float]:
 
 
 async def build_run_context(
-    recipe: Recipe, parts: Parts, checkpoint: Path | None = None, *, run: str | None = None
+    recipe: Recipe,
+    parts: Parts,
+    checkpoint: Path | None = None,
+    *,
+    run: str | None = None,
+    folder: Path | None = None,
 ) -> RunContext:
     """Load or make the model, and build all around it. A checkpoint's weights come before the recipe's.
 
-    `run` is what the run is called where its processes are listed.
+    `run` is what the run is called where its processes are listed, and `folder` where it writes.
     """
     device = device_of(recipe.model)
     # processes that share the cores wait for each other's threads otherwise
@@ -227,35 +253,55 @@ async def build_run_context(
         ranks = start_ranks(recipe.cluster, device, recipe.threads, launcher=placement)
         opened.callback(ranks.close)
         recipe, parts = await host_parts(placement, plan, recipe, parts)
-        built = await _build_on(ranks, placement, recipe, parts, checkpoint)
+        built = await _build_on(ranks, placement, recipe, parts, checkpoint, folder)
         opened.pop_all()
         return built
 
 
 async def _build_on(
-    ranks: Ranks, placement: Placement | None, recipe: Recipe, parts: Parts, checkpoint: Path | None
+    ranks: Ranks,
+    placement: Placement | None,
+    recipe: Recipe,
+    parts: Parts,
+    checkpoint: Path | None,
+    folder: Path | None,
 ) -> RunContext:
     recording = open_recording(recipe)
-    model, tokenizer = await load_policy(recipe, parts, checkpoint)
-    use_ludus_attention(model)
+    samples = recording is not None or not (recipe.cluster.engines or recipe.cluster.servers)
+    scratch: Path | None = None
+    model: nn.Module | None = None
+    if ranks.size == 1:
+        model, tokenizer = await load_policy(recipe, parts, checkpoint)
+        use_ludus_attention(model)
+        ranks.program.policy = model
+    else:
+        scratch = Path(tempfile.mkdtemp(prefix="ludus-")) if folder is None else folder / "ranks"
+        config = policy_config(recipe, checkpoint)
+        corpus = await _corpus(recipe, parts) if config.scratch is not None else []
+        source = source_for_ranks(config, recipe.seed, scratch / "policy", corpus)
+        ranks.perform("load_policy", source, samples)
+        tokenizer = hollow_tokenizer(source)
+        if samples:
+            model, tokenizer = load_model(source.config, source.seed, base=source.base)
+            use_ludus_attention(model)
+            ranks.program.sampled = model
     version = updates_until(load_progress(checkpoint), recipe) if checkpoint is not None else 0
-    sharded = ranks.shard(model) if ranks.size > 1 else None
     if recording is None:
-        engine: Engine = await start_engine(recipe, model, tokenizer, version, ranks.size, placement)
+        engine: Engine = await start_engine(recipe, ranks, model, tokenizer, version, placement)
     else:  # which plays nothing
+        assert model is not None
         engine = EmbeddedEngine(model, tokenizer, recipe.engine, version=version)
     try:
         sets = build_task_sets(recipe, parts, engine, tokenizer)
         return RunContext(
             recipe,
             parts,
-            model,
             tokenizer,
             engine,
             sets,
-            recording,
             ranks,
-            sharded,
+            recording,
+            scratch,
             placement=placement,
         )
     except BaseException:
@@ -263,13 +309,18 @@ async def _build_on(
         raise
 
 
+def policy_config(recipe: Recipe, checkpoint: Path | None) -> ModelConfig:
+    """The model that a run begins with, or goes on with."""
+    if checkpoint is None:
+        return recipe.model
+    return recipe.model.model_copy(update={"name": str(checkpoint), "scratch": None})
+
+
 async def load_policy(
     recipe: Recipe, parts: Parts, checkpoint: Path | None = None
 ) -> tuple[nn.Module, HFTokenizer]:
-    """The model that a run begins with, and its tokenizer."""
-    config = recipe.model
-    if checkpoint is not None:
-        config = config.model_copy(update={"name": str(checkpoint), "scratch": None})
+    """The model that a run begins with as a whole, and its tokenizer."""
+    config = policy_config(recipe, checkpoint)
     corpus = await _corpus(recipe, parts) if config.scratch is not None else []
     return load_model(config, recipe.seed, corpus)
 

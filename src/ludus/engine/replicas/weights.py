@@ -137,39 +137,6 @@ def _roomy_place(size: int) -> Path:
     return temporary
 
 
-class SafetensorsLayout:
-    """Where each tensor is in a file of safetensors, so that the next file can be written without a copy."""
-
-    def __init__(self, header: bytes, names: Sequence[str]) -> None:
-        self._header, self._names = header, names
-
-    @classmethod
-    def of(cls, path: Path, state: dict[str, Tensor]) -> SafetensorsLayout | None:
-        """None where the file does not have the module's tensors under their own names, without gaps."""
-        if not path.is_file():
-            return None  # it was cut into several
-        with path.open("rb") as file:
-            length = file.read(8)
-            header = length + file.read(int.from_bytes(length, "little"))
-        places = _places(header[8:])
-        names = sorted(places, key=lambda name: places[name]["data_offsets"][0])
-        end = 0
-        for name in names:
-            start, stop = places[name]["data_offsets"]
-            tensor = state.get(name)
-            if tensor is None or start != end or stop - start != tensor.numel() * tensor.element_size():
-                return None
-            end = stop
-        return cls(header, names)
-
-    def write(self, path: Path, state: dict[str, Tensor]) -> None:
-        with path.open("wb") as file:
-            file.write(self._header)
-            for name in self._names:
-                tensor = state[name].detach().contiguous().cpu()
-                file.write(tensor.flatten().view(torch.uint8).numpy().data)
-
-
 def _places(header: bytes) -> dict[str, Any]:
     """Dtype, shape and place of each tensor.
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ludus.core.failures import ConfigError
+from ludus.model import unwrapped
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """What peft calls them."""
@@ -106,6 +107,16 @@ def splits_its_base(settings: Any) -> bool:
     return _beginning(settings).startswith(_SPLITTING) or bool(getattr(settings, "kasa_config", None))
 
 
+def splits_base_of(folder: Path) -> bool:
+    """Whether loading an adapter changes its base: it began so, or its file has weights of the base itself."""
+    from peft import LoraConfig
+
+    weights = read_weights(folder)
+    return splits_its_base(LoraConfig.from_pretrained(str(folder))) or not all(
+        "lora_" in name for name in weights
+    )
+
+
 def _beginning(settings: Any) -> str:
     """How its weights begin; peft does not mind the case."""
     return str(settings.init_lora_weights).lower()
@@ -191,7 +202,10 @@ def fingerprint(model: nn.Module) -> str:
 
     Names are left out: they change with the versions of the library that loads a model.
     """
-    parts = sorted(map(_digest, model.state_dict().values()))
+    files = getattr(
+        unwrapped(model), "ludus_files", None
+    )  # of a model whose weights have yet to be read
+    parts = sorted(map(_digest, model.state_dict().values() if files is None else files.tensors(model)))
     return hashlib.sha256("".join(parts).encode()).hexdigest()
 
 

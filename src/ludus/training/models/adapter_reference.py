@@ -21,7 +21,7 @@ from ludus.model import hidden_states, sampling_mode, unwrapped
 from ludus.model.attention import CONTEXT
 from ludus.training.models.adapter_folder import read_weights, saved_name, splits_its_base
 from ludus.training.models.lora import adapter_parameters
-from ludus.training.optim.sharding import ShardedModel, local, shard_of, sharded_like
+from ludus.training.optim.sharding import ShardedModel, local, module_of, shard_of, sharded_like
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -34,14 +34,10 @@ class AdapterReference(nn.Module):
     the adapter that it stands for. Without `weights`, that is no adapter at all.
     """
 
-    def __init__(
-        self, policy: PeftModel, start: Mapping[str, Tensor], weights: Mapping[str, Tensor] | None
-    ) -> None:
-        """`start` is what `state_dict` gives of the adapter: the weights to return to."""
+    def __init__(self, policy: PeftModel, weights: Mapping[str, Tensor] | None) -> None:
         super().__init__()
         self.policy: Any = policy
         self.decoder = _Standing(policy, weights)
-        self._start = dict(start)
 
     @property
     def config(self) -> Any:
@@ -70,10 +66,6 @@ class AdapterReference(nn.Module):
             name: (parameter if weights is None else weights[name]).to(parameter.device, copy=True)
             for name, parameter in adapter_parameters(self.policy)
         }
-
-    def state_dict(self, **options: Any) -> Any:
-        """The policy's, with the adapter as it was at the start."""
-        return {**self.policy.state_dict(**options), **self._start}
 
 
 class _Standing(nn.Module):
@@ -171,9 +163,11 @@ class ShardedAdapterReference(nn.Module):
         return {name: sharded_like(self._parts[name], p) for name, p in named}
 
 
-def adapter_reference(model: nn.Module, folder: Path, bare: bool) -> AdapterReference:
+def adapter_reference(
+    model: nn.Module, folder: Path, bare: bool
+) -> AdapterReference | ShardedAdapterReference:
     """A model as it was when its adapter was saved in a folder, or with no adapter at all (`bare`)."""
-    adapted: Any = model
+    adapted: Any = module_of(model)
     settings = adapted.peft_config["default"]
     if bare and splits_its_base(settings):
         how = settings.init_lora_weights if isinstance(settings.init_lora_weights, str) else "KaSA"
@@ -181,14 +175,22 @@ def adapter_reference(model: nn.Module, folder: Path, bare: bool) -> AdapterRefe
             f'model.lora.reference = "base": this adapter began with {how}, and the '
             'base without it is not the model it was; use "start"'
         )
-    saved = read_weights(folder)
-    start = {
-        name: saved[saved_name(name)].to(parameter.device, parameter.dtype)
-        for name, parameter in adapter_parameters(adapted)
-    }
+    start = saved_adapter(model, folder)
     zeros = ("lora_B", "lora_embedding_A")  # in a new adapter
     untrained = not any(bool(tensor.any()) for n, tensor in start.items() if any(z in n for z in zeros))
-    return AdapterReference(adapted, start, None if bare or untrained else start)
+    weights = None if bare or untrained else start
+    if isinstance(model, ShardedModel):
+        return ShardedAdapterReference(model, weights)
+    return AdapterReference(adapted, weights)
+
+
+def saved_adapter(model: nn.Module, folder: Path) -> dict[str, Tensor]:
+    """The weights of a saved adapter by the names of a model's parameters, whole."""
+    saved = read_weights(folder)
+    return {
+        name: saved[saved_name(name)].to(parameter.device, parameter.dtype)
+        for name, parameter in adapter_parameters(module_of(model))
+    }
 
 
 @contextmanager

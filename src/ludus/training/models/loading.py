@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from ludus.model.hf_model import auto_class
 from ludus.training.config.model import ModelConfig, ScratchConfig
 from ludus.training.models.adapter_folder import CONFIG, base_of, check_weights, is_adapter, revision_of
 from ludus.training.models.gguf import check_file, located, without_progress_bars
+from ludus.training.models.hollow import hollow_parameters, standing_in
 from ludus.training.models.lora import add_adapter, load_adapter, require_peft
 from ludus.training.models.vision import load_vision
+from ludus.training.models.weight_files import WeightFiles
 
 log = logging.getLogger(__name__)
 
@@ -101,9 +104,22 @@ def dtype_of(config: ModelConfig, device: torch.device) -> torch.dtype:
 
 
 def load_model(
-    config: ModelConfig, seed: int, corpus: Iterable[str] = ()
+    config: ModelConfig,
+    seed: int,
+    corpus: Iterable[str] = (),
+    *,
+    hollow: bool = False,
+    base: str | None = None,
 ) -> tuple[nn.Module, HFTokenizer]:
-    """The model and its tokenizer. `corpus` is what a tokenizer made from scratch is fitted to."""
+    """The model and its tokenizer.
+
+    Args:
+        config: Which one.
+        seed: Decides what is drawn: a model made from scratch, a new adapter.
+        corpus: What a tokenizer made from scratch is fitted to.
+        hollow: Without the weights of the files (`hollow.py`), on the host. Not for a model made from scratch.
+        base: A folder with the base weights, where they are not those that `config` names.
+    """
     device = device_of(config)
     dtype = dtype_of(config, device)
     if config.scratch is not None:
@@ -112,16 +128,17 @@ def load_model(
         return model.to(device=device, dtype=dtype), HFTokenizer(fitted)
     assert config.name is not None, "a recipe gives exactly one of name and scratch"
     if is_adapter(config.name):
-        model, tokenizer = _load_adapted(Path(config.name), config, dtype)
+        model, tokenizer = _load_adapted(Path(config.name), config, dtype, base, hollow)
     else:
-        folder = _source(config.name)
+        folder = source_of(config.name) if base is None else base
         tokenizer = load_tokenizer(folder)
-        model = load_weights(folder, dtype)
+        model = load_weights(folder, dtype, hollow=hollow)
         load_vision(model, tokenizer, folder, config.vision)
         if config.lora is not None:
-            model = add_adapter(model, config.lora, _lasting(config.name), seed)
+            with standing_in(model):
+                model = add_adapter(model, config.lora, _lasting(config.name), seed)
     _compare_vocabularies(model, tokenizer, config.name)
-    return _moved(model, device), tokenizer
+    return model if hollow else _moved(model, device), tokenizer
 
 
 def _compare_vocabularies(model: Any, tokenizer: HFTokenizer, name: str) -> None:
@@ -137,12 +154,12 @@ def _compare_vocabularies(model: Any, tokenizer: HFTokenizer, name: str) -> None
 
 
 def _load_adapted(
-    folder: Path, config: ModelConfig, dtype: torch.dtype
+    folder: Path, config: ModelConfig, dtype: torch.dtype, given: str | None, hollow: bool
 ) -> tuple[nn.Module, HFTokenizer]:
     base, revision = base_of(folder), revision_of(folder)
     try:
-        weights = _source(base, revision)
-        model = load_weights(weights, dtype, revision)
+        weights, revision = (source_of(base, revision), revision) if given is None else (given, None)
+        model = load_weights(weights, dtype, revision, hollow=hollow)
     except ConfigError as error:
         raise ConfigError(
             f"the adapter in {folder} is for the model {base!r}, which cannot be loaded ({error}); where it "
@@ -151,7 +168,8 @@ def _load_adapted(
     own = (folder / "tokenizer_config.json").is_file()
     tokenizer = load_tokenizer(folder) if own else load_tokenizer(weights, revision=revision)
     load_vision(model, tokenizer, weights, config.vision, revision)
-    adapted: Any = load_adapter(model, folder, config.lora)
+    with standing_in(model):
+        adapted: Any = load_adapter(model, folder, config.lora)
     adapted.peft_config["default"].base_model_name_or_path = _lasting(base)
     return adapted, tokenizer
 
@@ -160,11 +178,11 @@ def tokenizer_of(name: str) -> HFTokenizer:
     """A model's tokenizer alone."""
     folder = Path(name)
     if is_adapter(folder) and not (folder / "tokenizer_config.json").is_file():
-        return load_tokenizer(_source(base_of(folder)), revision=revision_of(folder))
-    return load_tokenizer(name if is_adapter(folder) else _source(name))
+        return load_tokenizer(source_of(base_of(folder)), revision=revision_of(folder))
+    return load_tokenizer(name if is_adapter(folder) else source_of(name))
 
 
-def _source(name: str, revision: str | None = None) -> str:
+def source_of(name: str, revision: str | None = None) -> str:
     """The folder to load a model from, or a name that a hub has."""
     found = located(name)
     if not Path(found).exists():
@@ -188,40 +206,59 @@ def _moved(model: nn.Module, device: torch.device) -> nn.Module:
         ) from error
 
 
-def load_weights(name: str, dtype: torch.dtype, revision: str | None = None) -> nn.Module:
+def load_weights(
+    name: str, dtype: torch.dtype, revision: str | None = None, *, hollow: bool = False
+) -> nn.Module:
     """A causal LM from a folder or the hub, there in its newest version or in the one that is named."""
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(name, revision=revision or "main")
         silenced = without_dropout(config)
-        with without_progress_bars():
-            model, found = auto_class(config).from_pretrained(
-                name,
-                config=config,
-                dtype=dtype,
-                output_loading_info=True,
-                revision=revision or "main",
-            )
+        model = (
+            _made(name, config, dtype, revision) if hollow else _loaded(name, config, dtype, revision)
+        )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
             f"model.name = {name!r} is neither a folder with a whole model in Hugging Face format nor a "
             f"name that the hub answers to: {error}"
         ) from error
+    if silenced:
+        log.info("%s is trained without its own dropout (%s)", name, ", ".join(silenced))
+    return model
+
+
+def _loaded(name: str, config: Any, dtype: torch.dtype, revision: str | None) -> nn.Module:
+    with without_progress_bars():
+        model, found = auto_class(config).from_pretrained(
+            name, config=config, dtype=dtype, output_loading_info=True, revision=revision or "main"
+        )
     missing = sorted(found["missing_keys"])
     if missing:
         raise ConfigError(
             f"model.name = {name!r}: its files lack {len(missing)} of the weights that its config.json asks "
             f"for, such as {missing[0]}; they would be random numbers. Are all files there, and of one model?"
         )
-    if silenced:
-        log.info("%s is trained without its own dropout (%s)", name, ", ".join(silenced))
     loaded: nn.Module = model
     for parameter in loaded.parameters():
         # A file's tensors lie wherever the file has them. Matrix products round differently on memory that
         # is not aligned, and a resumed run must not differ from one that was never stopped.
         parameter.data = parameter.data.clone()
     return loaded
+
+
+def _made(name: str, config: Any, dtype: torch.dtype, revision: str | None) -> nn.Module:
+    """The module without its weights; with its files, where these have them under its own names."""
+    from transformers import GenerationConfig
+
+    with hollow_parameters():
+        model: Any = auto_class(config).from_config(config, dtype=dtype)
+    with suppress(OSError):
+        model.generation_config = GenerationConfig.from_pretrained(name, revision=revision or "main")
+    files = WeightFiles.find(name, revision)
+    model.ludus_files = files if files is not None and files.fit(model) else None
+    made: nn.Module = model.eval()
+    return made
 
 
 def scratch_model(config: ScratchConfig, tokenizer: Any, seed: int) -> nn.Module:

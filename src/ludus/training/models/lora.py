@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from ludus.core.failures import ConfigError, MissingExtraError
@@ -29,6 +28,8 @@ from ludus.training.models.adapter_folder import (
     read_weights,
     write_base,
 )
+from ludus.training.optim.shard_files import write_shards
+from ludus.training.optim.sharding import group_of, module_of
 
 RANK, ALPHA = 16, 32.0
 """Of a new adapter, where a recipe leaves them open."""
@@ -36,7 +37,7 @@ RANK, ALPHA = 16, 32.0
 
 def is_adapted(model: nn.Module) -> bool:
     """Whether a model is trained through an adapter."""
-    return hasattr(model, "peft_config")
+    return hasattr(module_of(model), "peft_config")
 
 
 def add_adapter(model: nn.Module, config: LoraConfig, base: str, seed: int) -> nn.Module:
@@ -111,12 +112,13 @@ def _compare(adapted: Any, config: LoraConfig, folder: Path) -> None:
 
 
 def save_adapter(folder: Path, model: nn.Module) -> None:
-    """Write an adapter as peft reads it."""
-    adapted: Any = model
-    settings = adapted.peft_config["default"]
+    """Write an adapter as peft reads it; of a sharded one, each rank its parts."""
+    adapted: Any = module_of(model)
+    settings, group = adapted.peft_config["default"], group_of(model)
     state = require_peft().get_peft_model_state_dict(adapted, save_embedding_layers=False)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-    save_file(tensors, str(folder / WEIGHTS), metadata={"format": "pt"})
+    write_shards(folder / WEIGHTS, state, group)
+    if group.rank != 0:
+        return
     write_base(adapted.base_fingerprint, folder)
     settings.inference_mode = (
         True  # as peft leaves it on disk: a plain load is for use, not for training

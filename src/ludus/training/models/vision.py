@@ -14,6 +14,7 @@ from ludus.model.hf_model import unwrapped, vocabulary_size
 from ludus.model.image_features import forget_features, vision_parameters
 from ludus.model.images import ImageProcessor, attach_images
 from ludus.model.probes import check_images, check_positions
+from ludus.training.models.hollow import is_hollow
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +22,10 @@ log = logging.getLogger(__name__)
 def load_vision(
     model: nn.Module, tokenizer: HFTokenizer, name: str, vision: str, revision: str | None = None
 ) -> None:
-    """Let a model see, as `model.vision` says; before an adapter is put around it."""
+    """Let a model see, as `model.vision` says; before an adapter is put around it.
+
+    One without weights is not probed: rank 0 has done that with the weights.
+    """
     inner: Any = unwrapped(model)
     if not hasattr(inner, "get_image_features"):
         if vision in ("frozen", "trained"):
@@ -38,7 +42,8 @@ def load_vision(
         if images.token >= vocabulary_size(model):
             raise ConfigError(f"the image token {images.text!r} is not in the model's vocabulary")
         attach_images(model, images)
-        check_images(model)
+        if not is_hollow(model):
+            check_images(model)
         forget_features(model)
     except (ConfigError, MissingExtraError, ImageError) as error:
         if hasattr(inner, "ludus_images"):

@@ -115,12 +115,13 @@ def read_shards(path: Path, tensors: Mapping[str, Tensor]) -> None:
     with safe_open(str(path), "pt") as opened:
         for name, tensor in tensors.items():
             try:
-                _read(opened, name, tensor)
+                read_into(tensor, opened, name)
             except SafetensorError as error:
                 raise LudusError(f"{path} has no {name}, or not all of it: {error}") from error
 
 
-def _read(opened: Any, name: str, tensor: Tensor) -> None:
+def read_into(tensor: Tensor, opened: Any, name: str) -> None:
+    """Read this rank's part of a tensor from an opened file, in place."""
     if not tensor.ndim:
         tensor.copy_(opened.get_tensor(name))
         return

@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 
 from ludus.core.failures import LudusError
 from ludus.model import unwrapped
-from ludus.model.image_features import forget_features
 from ludus.training.data.micro_batches import MicroBatch, Round, is_out_of_memory, rounds_of
 from ludus.training.data.row_digest import digest_of
 
@@ -220,21 +219,6 @@ class ShardedModel(nn.Module):
         _reset(self)
 
     @torch.no_grad()
-    def receive(self, source: nn.Module | None) -> None:
-        """Take rank 0's weights, one tensor at a time; `source` is None on the other ranks."""
-        self.reshard()
-        forget_features(self)
-        known = dict(source.named_parameters()) if source is not None else {}
-        for name, parameter in self.model.named_parameters():
-            self.group.agree()
-            if source is None:
-                whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-            else:
-                whole = known[name].detach().to(parameter.device).contiguous()
-            dist.broadcast(whole, 0)
-            local(parameter).copy_(shard_of(whole, parameter))
-
-    @torch.no_grad()
     def wholes(self, *, trainable: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Each parameter (each that is trained), gathered when it is its turn. All ranks must take them all."""
         for name, parameter in self.model.named_parameters():
@@ -243,16 +227,21 @@ class ShardedModel(nn.Module):
                 yield name, whole_of(parameter)
 
 
+def module_of(model: nn.Module) -> nn.Module:
+    """The model itself, of which a sharded one is the root."""
+    return model.model if isinstance(model, ShardedModel) else model
+
+
 def named_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters by the names that they have in the model itself; tied ones once."""
-    return (model.model if isinstance(model, ShardedModel) else model).named_parameters()
+    return module_of(model).named_parameters()
 
 
 def shard(model: nn.Module, group: RankGroup, parts: Sequence[nn.Module]) -> ShardedModel:
-    """Shard a model whose parameters are on the meta device; what is in them comes later (`receive`).
+    """Shard a model. What is in parameters on the meta device comes later; the others must be alike everywhere.
 
     Args:
-        model: The module itself; its buffers are where they will be used.
+        model: The module itself.
         group: The ranks.
         parts: The layers, each of which is gathered on its own. The rest is gathered with the root.
     """
@@ -264,9 +253,11 @@ def shard(model: nn.Module, group: RankGroup, parts: Sequence[nn.Module]) -> Sha
         "mesh": group.mesh,
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),
     }
+    shared = _shared_by(root, parts)
     for part in parts:
         _materialise(part, device, made)  # no more than one layer is ever whole
         fully_shard(part, **options)
+        made = {parameter: whole for parameter, whole in made.items() if parameter in shared}
     _materialise(root, device, made)
     # An adapter's reference passes through the same modules while the policy waits for its backward pass:
     # nothing of the policy may be left in them then. Else the root's parameters stay until the backward pass.
@@ -285,6 +276,18 @@ def shard(model: nn.Module, group: RankGroup, parts: Sequence[nn.Module]) -> Sha
     return root
 
 
+def _shared_by(root: nn.Module, parts: Sequence[nn.Module]) -> set[nn.Parameter]:
+    """Parameters that stand in more than one part, the rest of the model being one."""
+    inside = {module for part in parts for module in part.modules()}
+    rest = {p for m in root.modules() if m not in inside for p in m._parameters.values()}
+    seen, shared = {p for p in rest if p is not None}, set[nn.Parameter]()
+    for part in parts:
+        own = set(part.parameters())
+        shared |= own & seen
+        seen |= own
+    return shared
+
+
 def _device(group: RankGroup) -> torch.device:
     assert group.mesh is not None
     kind = group.mesh.device_type
@@ -294,14 +297,19 @@ def _device(group: RankGroup) -> torch.device:
 def _materialise(
     module: nn.Module, device: torch.device, made: dict[nn.Parameter, nn.Parameter]
 ) -> None:
-    """Give parameters on the meta device their memory; tied ones stay tied."""
+    """Put everything on the device, parameters on the meta device without their values; tied ones stay tied."""
     for inner in module.modules():
         for name, parameter in inner._parameters.items():
-            if parameter is not None and parameter.is_meta:
+            if parameter is not None and parameter.device != device:
                 if parameter not in made:
                     empty = torch.empty_like(parameter, device=device)
-                    made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                    own = empty if parameter.is_meta else parameter.detach().to(device)
+                    made[parameter] = nn.Parameter(own, requires_grad=parameter.requires_grad)
                 inner._parameters[name] = made[parameter]
+        for held in (inner._buffers, inner.__dict__):
+            for name, tensor in list(held.items()):
+                if isinstance(tensor, Tensor):
+                    held[name] = tensor.to(device)
 
 
 # their names since torch 2.13

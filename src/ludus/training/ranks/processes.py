@@ -1,13 +1,11 @@
-"""The processes that train one model together: started, told what to do, watched, and ended.
+"""The processes that train one model together, as rank 0 sees them: started, watched, and ended.
 
-Rank 0 is the process of `ludus train`: it plays, samples, writes the run, and decides what happens next. The
-others do nothing but train. Rank 0 calls a function on all ranks at once (`Ranks.run`), with the same
-arguments everywhere; objects that were made so (`Ranks.make`: models, learners, critics) are named by number in
-later calls, so each rank uses its own. Inside a call all ranks compute the same things, except that each has
-its share of the micro-batches (`optim/sharding.py`). With one process, `run` and `make` are plain calls.
+Rank 0 is the process of `ludus train`: it plays, samples, writes the run, and names the next step of the
+training program (`program.py`), which all ranks then do, rank 0 among them (`Ranks.perform`). With one process
+a step is a plain call.
 
-Who waits for whom. A rank without work waits for the next call at a key-value store, without a deadline:
-playing takes as long as it takes. Everything within a call is collective, and every collective has a deadline
+Who waits for whom. A rank without work waits for the next step at a key-value store, without a deadline:
+playing takes as long as it takes. Everything within a step is collective, and every collective has a deadline
 (`cluster.timeout`). A rank that fails tells the others at the next collective; one that dies closes its
 connections, which ends the collective that the others are in. Either way rank 0 raises a `RankError` that names
 the rank and the cause. Ranks that rank 0 has started end with it: they read a pipe that closes when it dies.
@@ -25,11 +23,11 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -41,11 +39,10 @@ from ludus.training.config.cluster import ClusterConfig, launched_rank
 from ludus.training.optim.sharding import (
     PeerFailed,
     RankGroup,
-    ShardedModel,
     join_group,
     leave_group,
 )
-from ludus.training.ranks.calls import OnLeader, pack_call
+from ludus.training.ranks.program import Program
 from ludus.training.ranks.signals import StopWatch
 from ludus.training.ranks.store import (
     LOOPBACK,
@@ -58,14 +55,11 @@ from ludus.training.ranks.store import (
     open_private_store,
     torchrun_interface,
 )
-from ludus.training.sharded_models import build_sharded, publish_weights, receive_weights, skeleton_of
-
-P = ParamSpec("P")
-T = TypeVar("T")
+from ludus.training.ranks.wire import pack_step
 
 _START_SECONDS = 300.0
 _END_SECONDS = 20.0
-HELLO, READY, CALL, ERROR = "ludus/hello", "ludus/ready", "ludus/call", "ludus/error"
+HELLO, READY, STEP, ERROR = "ludus/hello", "ludus/ready", "ludus/step", "ludus/error"
 STOP = b"stop"
 WATCHED = "LUDUS_RANK_WATCHES_STDIN"
 
@@ -79,30 +73,27 @@ class Ranks:
 
     size = 1
 
-    def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a function on all ranks at once, and give rank 0's result back."""
-        return function(*args, **kwargs)
+    def __init__(self, program: Program | None = None) -> None:
+        self.program = program or Program()
+        """Rank 0's own part."""
 
-    def make(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The same for something that each rank keeps: it can be an argument of later calls."""
-        return function(*args, **kwargs)
+    @classmethod
+    def alone(cls, policy: nn.Module) -> Ranks:
+        """One process with a model that is there already."""
+        made = cls()
+        made.program.policy = policy
+        return made
 
-    def shard(self, model: nn.Module) -> nn.Module:
-        """The model, sharded over all ranks. Rank 0 keeps the one that it has."""
-        return model
-
-    def publish(self, policy: nn.Module, model: nn.Module) -> None:
-        """Copy the trained weights into rank 0's own model, which its engine samples."""
-
-    def receive(self, policy: nn.Module, model: nn.Module) -> None:
-        """Copy the weights of rank 0's own model into the sharded one."""
+    def perform(self, step: str, *arguments: Any) -> Any:
+        """Do a step of the program on all ranks at once, and give rank 0's result back."""
+        return self.program.perform(step, arguments)
 
     def close(self) -> None:
         """End the other ranks."""
 
 
 class RankProcess(Protocol):
-    """Another rank's process, as whoever started it knows it; `subprocess.Popen` is one."""
+    """Another rank's process, as its launcher knows it; `subprocess.Popen` is one."""
 
     def poll(self) -> int | None:
         """Its exit code (minus the signal that killed it), or None while it runs."""
@@ -111,6 +102,15 @@ class RankProcess(Protocol):
         """Its exit code; raises `subprocess.TimeoutExpired` where that takes longer."""
 
     def kill(self) -> None: ...
+
+
+@runtime_checkable
+class ToldEnding(Protocol):
+    """A rank's process whose launcher knows more of its end than an exit code."""
+
+    @property
+    def how(self) -> str:
+        """How it was lost; empty where the exit code says it all."""
 
 
 class RankLauncher(Protocol):
@@ -131,74 +131,47 @@ class LeadingRanks(Ranks):
     def __init__(
         self,
         store: SignedStore,
-        group: RankGroup,
+        program: Program,
         processes: Sequence[RankProcess],
         signals: StopWatch,
     ) -> None:
         """`processes` are ranks 1, 2, ... where this process has started them."""
+        super().__init__(program)
+        group = program.group
         self.size = group.size
         self._store, self._group, self._processes = store, group, processes
-        self._calls, self._is_calling = 0, False
+        self._steps, self._is_busy = 0, False
+        self._lock = threading.Lock()
+        """One step at a time: engines' canaries are scored in threads."""
         self._signals = signals
-        signals.progress = lambda: (self._calls, group.exchanges) if self._is_calling else None
-        self._numbers: dict[int, int] = {}
-        """The numbers of objects that all ranks have, by their identity here."""
-        self._next_number = 0
-        self._dropped: list[int] = []
+        signals.progress = lambda: (self._steps, group.exchanges) if self._is_busy else None
         self._is_broken = self._is_closed = False
         for process in processes:
             threading.Thread(target=self._watch, args=(process,), daemon=True).start()
 
-    def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return self._call(None, function, args, kwargs)
+    def perform(self, step: str, *arguments: Any) -> Any:
+        with self._lock:
+            if self._is_broken or self._is_closed:
+                raise RankError(self._death("the ranks have ended"))
+            self._steps += 1
+            self._is_busy = True
+            try:
+                return self._perform(step, arguments)
+            finally:
+                self._is_busy = False
 
-    def make(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        number, self._next_number = self._next_number, self._next_number + 1
-        made = self._call(number, function, args, kwargs)
-        self._numbers[id(made)] = number
-        weakref.finalize(made, self._drop, id(made), number)
-        return made
-
-    def shard(self, model: nn.Module) -> nn.Module:
-        return self.make(build_sharded, skeleton_of(model), OnLeader(model))
-
-    def publish(self, policy: nn.Module, model: nn.Module) -> None:
-        assert isinstance(policy, ShardedModel)
-        self.run(publish_weights, policy, OnLeader(model))
-
-    def receive(self, policy: nn.Module, model: nn.Module) -> None:
-        assert isinstance(policy, ShardedModel)
-        self.run(receive_weights, policy, OnLeader(model))
-
-    def _drop(self, identity: int, number: int) -> None:
-        if self._numbers.get(identity) == number:
-            del self._numbers[identity]
-        self._dropped.append(number)
-
-    def _call(self, number: int | None, function: Callable[..., T], args: Any, kwargs: Any) -> T:
-        if self._is_broken or self._is_closed:
-            raise RankError(self._death("the ranks have ended"))
-        dropped, self._dropped = self._dropped, []
-        packed = pack_call((number, dropped, function, args, kwargs), self._numbers)
-        self._calls += 1
-        self._is_calling = True
-        try:
-            return self._perform(packed, lambda: function(*args, **kwargs))
-        finally:
-            self._is_calling = False
-
-    def _perform(self, packed: bytes, function: Callable[[], T]) -> T:
-        name = f"{CALL}/{self._calls}"
-        message = self._store.sign(f"{name}/message", packed)
+    def _perform(self, step: str, arguments: tuple[Any, ...]) -> Any:
+        name = f"{STEP}/{self._steps}"
+        message = self._store.sign(f"{name}/message", pack_step([step, arguments]))
         try:
             self._store.set(name, str(len(message)).encode())
-            self._store.delete(f"{CALL}/{self._calls - 1}")
+            self._store.delete(f"{STEP}/{self._steps - 1}")
             dist.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8), 0)
         except RuntimeError as error:
             self._is_broken = True
             raise RankError(self._death(str(error))) from error
         try:
-            result = function()
+            result = self.program.perform(step, arguments)
             self._group.agree()
             return result
         except PeerFailed as error:
@@ -216,14 +189,14 @@ class LeadingRanks(Ranks):
             raise
         except (
             BaseException
-        ):  # interrupted in the midst of a call: the others wait for what does not come
+        ):  # interrupted in the midst of a step: the others wait for what does not come
             self._is_broken = True
             raise
 
     def _cause(self) -> str:
         """What the rank that failed said of it."""
         for rank in range(1, self.size):
-            key = f"{ERROR}/{self._calls}/{rank}"
+            key = f"{ERROR}/{self._steps}/{rank}"
             if self._store.check(key):
                 try:
                     return f"trainer rank {rank} failed: {self._store.get(key).decode()}"
@@ -261,7 +234,7 @@ class LeadingRanks(Ranks):
             return
         self._is_closed = True
         try:
-            self._store.set(f"{CALL}/{self._calls + 1}", STOP)
+            self._store.set(f"{STEP}/{self._steps + 1}", STOP)
         except RuntimeError:
             self._is_broken = True
         for process in self._processes:
@@ -285,8 +258,8 @@ def ending(code: int) -> str:
 
 
 def _how(process: RankProcess, code: int) -> str:
-    """The same of a rank, by whoever started it where that is more than a code."""
-    return getattr(process, "how", "") or ending(code)
+    """How a rank ended; its launcher may know more than a code."""
+    return process.how if isinstance(process, ToldEnding) and process.how else ending(code)
 
 
 def start_ranks(
@@ -295,6 +268,7 @@ def start_ranks(
     threads: int | None,
     *,
     launcher: RankLauncher | None = None,
+    program: type[Program] = Program,
 ) -> Ranks:
     """The ranks of a recipe: started here, or those that the environment tells of.
 
@@ -303,10 +277,11 @@ def start_ranks(
         device: Where rank 0 trains; the others on devices of the same kind.
         threads: Of each process on the host; one on a CPU when left out.
         launcher: Starts the other ranks; on this machine when left out.
+        program: What all ranks do; the other ranks must have been started with the same.
     """
     given, size = launched_rank()[1], _size_of(cluster, device, launcher)
     if size == 1:
-        return Ranks()
+        return Ranks(program())
     if threads is None and device.type == "cpu":
         threads = 1  # processes that share the cores wait for each other's threads otherwise
     hello = {
@@ -330,7 +305,7 @@ def start_ranks(
         if given == 1:
             found |= {"WORLD_SIZE": str(size)}
             found |= {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
-            start = spawn_rank if launcher is None else launcher.launch
+            start = partial(spawn_rank, program=program) if launcher is None else launcher.launch
             for rank in map(str, range(1, size)):
                 processes.append(start({**found, "RANK": rank, "LOCAL_RANK": rank}))
             _wait_until_ready(store, processes)
@@ -338,7 +313,8 @@ def start_ranks(
             interface = torchrun_interface()
         else:
             interface = LOOPBACK if launcher is None else chosen_interface(launcher.interface)
-        return LeadingRanks(store, join(store, 0, size, hello, interface), processes, signals)
+        group = join(store, 0, size, hello, interface)
+        return LeadingRanks(store, program(group), processes, signals)
     except BaseException as error:
         _kill(processes)
         for process in processes:
@@ -387,17 +363,18 @@ def _kill(processes: Sequence[RankProcess]) -> None:
 
 
 def _backend(cluster: ClusterConfig, device: torch.device) -> str:
-    """For tensors on the host it is always gloo, which carries calls, agreements and metrics."""
+    """For tensors on the host it is always gloo, which carries steps, agreements and metrics."""
     if device.type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device.type}:{'nccl' if cluster.backend == 'auto' else cluster.backend}"
 
 
-def spawn_rank(variables: Mapping[str, str]) -> RankProcess:
+def spawn_rank(variables: Mapping[str, str], program: type[Program] = Program) -> RankProcess:
     """Start a rank on this machine. It ends when this process does."""
     paths = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     environment = {**os.environ, **variables, "PYTHONPATH": paths, WATCHED: "1"}
-    code = "from ludus.training.ranks.worker import serve_rank; serve_rank()"
+    own = f"from {program.__module__} import {program.__name__}"
+    code = f"from ludus.training.ranks.worker import serve_rank; {own}; serve_rank({program.__name__})"
     # in a session of its own: Ctrl-C in a terminal is for rank 0 alone, also while this one still imports
     return subprocess.Popen(
         [sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE, start_new_session=True

@@ -1,4 +1,4 @@
-"""A trainer rank that is not 0: it connects, and does what rank 0 says until it says to stop."""
+"""A trainer rank that is not 0: it connects, and does the steps of the program that rank 0 names."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import threading
 import traceback
 import warnings
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ludus.core.failures import LudusError
-from ludus.training.optim.sharding import PeerFailed, RankGroup
-from ludus.training.ranks.calls import unpack_call
-from ludus.training.ranks.processes import CALL, ERROR, HELLO, READY, STOP, WATCHED, join, leave
+from ludus.training.optim.sharding import PeerFailed
+from ludus.training.ranks.processes import ERROR, HELLO, READY, STEP, STOP, WATCHED, join, leave
+from ludus.training.ranks.program import Program
 from ludus.training.ranks.store import SignedStore, chosen_interface, join_store, torchrun_interface
+from ludus.training.ranks.wire import unpack_step
 
 _PATIENCE = timedelta(days=1)
 
 
-def serve_rank() -> None:
-    """Do what rank 0 says until it says to stop; the process then ends. The environment tells the rank."""
+def serve_rank(program: type[Program] = Program) -> None:
+    """Do the program's steps until rank 0 says to stop, and end. The environment tells the rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's to hear, which saves first
     is_watched = bool(os.environ.get(WATCHED))
     if not is_watched:
@@ -41,36 +41,30 @@ def serve_rank() -> None:
         store.set(f"{READY}/{rank}", b"1")
         hello = json.loads(_waited_for(store, HELLO))
         group = join(store, rank, size, hello, interface)
-        _serve(store, rank, group)
+        _serve(store, rank, program(group))
     except LudusError as error:
         _end(f"trainer rank {rank} ended: {error}")
     leave()
 
 
-def _serve(store: SignedStore, rank: int, group: RankGroup) -> None:
-    objects: dict[int, Any] = {}
-    call = 0
-    while (told := _waited_for(store, f"{CALL}/{(call := call + 1)}")) != STOP:
+def _serve(store: SignedStore, rank: int, program: Program) -> None:
+    number = 0
+    while (told := _waited_for(store, f"{STEP}/{(number := number + 1)}")) != STOP:
         message = torch.empty(int(told), dtype=torch.uint8)
         try:
             dist.broadcast(message, 0)
         except RuntimeError:  # rank 0 is gone
             os._exit(1)
-        packed = store.read(f"{CALL}/{call}/message", message.numpy().tobytes())
-        _perform(packed, objects, group, store, f"{ERROR}/{call}/{rank}")
+        packed = store.read(f"{STEP}/{number}/message", message.numpy().tobytes())
+        _perform(packed, program, store, f"{ERROR}/{number}/{rank}")
 
 
-def _perform(
-    message: bytes, objects: dict[int, Any], group: RankGroup, store: SignedStore, key: str
-) -> None:
+def _perform(message: bytes, program: Program, store: SignedStore, key: str) -> None:
+    group = program.group
     try:
-        number, dropped, function, args, kwargs = unpack_call(message, objects)
-        for gone in dropped:
-            objects.pop(gone, None)
-        result = function(*args, **kwargs)
+        step, arguments = unpack_step(message)
+        program.perform(step, arguments)
         group.agree()
-        if number is not None:
-            objects[number] = result
     except PeerFailed:
         group.reset()  # rank 0 knows, and decides
     except Exception as error:  # noqa: BLE001 - whatever it is, rank 0 has to hear of it

@@ -13,13 +13,14 @@ from ludus.training.config.stages import (
     RejectionConfig,
     SFTConfig,
 )
+from ludus.training.ranks.program import StageTrainer
 from ludus.training.stages.base import EvaluationStage, Stage, StepResult
-from ludus.training.stages.distillation import DistillationStage
-from ludus.training.stages.preference import PreferenceStage
-from ludus.training.stages.rl import RLStage
-from ludus.training.stages.sft import RejectionStage, SFTStage
+from ludus.training.stages.distillation import DistillationStage, DistillationTrainer
+from ludus.training.stages.preference import PreferenceStage, PreferenceTrainer
+from ludus.training.stages.rl import RLStage, RLTrainer
+from ludus.training.stages.sft import RejectionStage, SFTStage, SFTTrainer
 
-__all__ = ["STAGES", "Stage", "StepResult", "stage_class"]
+__all__ = ["STAGES", "Stage", "StepResult", "stage_class", "trainer_class"]
 
 STAGES: dict[type[Any], type[Stage[Any]]] = {
     SFTConfig: SFTStage,
@@ -34,3 +35,17 @@ STAGES: dict[type[Any], type[Stage[Any]]] = {
 def stage_class(config: StageConfig) -> type[Stage[Any]]:
     """The class of the stage that a config describes."""
     return STAGES[type(config)]
+
+
+TRAINERS: dict[type[Any], type[StageTrainer[Any]]] = {
+    SFTConfig: SFTTrainer,
+    RLConfig: RLTrainer,
+    PreferenceConfig: PreferenceTrainer,
+    RejectionConfig: SFTTrainer,
+    DistillationConfig: DistillationTrainer,
+}
+
+
+def trainer_class(config: StageConfig) -> type[StageTrainer[Any]]:
+    """What every rank has of the stage that a config describes."""
+    return TRAINERS[type(config)]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, ParamSpec, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import nn
 
@@ -16,6 +16,8 @@ from ludus.core.messages import Json
 from ludus.core.random import key
 from ludus.core.trajectory import Group, Trajectory
 from ludus.model import context_limit, vocabulary_size
+from ludus.observe import atomic_directory
+from ludus.training.checkpoint import save_state
 from ludus.training.config.parts import Parts
 from ludus.training.config.recipe import Recipe
 from ludus.training.config.stages import (
@@ -25,13 +27,14 @@ from ludus.training.config.stages import (
     SFTConfig,
 )
 from ludus.training.data.batch import Batch
+from ludus.training.models.lora import is_adapted
+from ludus.training.models.sharded import ModelSource
+from ludus.training.ranks.program import StagePlan, StageTrainer, StepSettings
 from ludus.training.run_context import RunContext
 
 log = logging.getLogger(__name__)
 
 C = TypeVar("C", bound=BaseStageConfig)
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +94,49 @@ class Stage(Generic[C]):
         yield
         self.is_half_updated = False
 
-    def update(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Change the weights by a function on all ranks; the engine's model has them then."""
-        result = self.context.ranks.run(function, *args, **kwargs)
-        self.context.ranks.publish(self.context.policy, self.context.model)
-        return result
+    def open_trainer(self, total: int, temperature: float = 1.0) -> None:
+        """Make, on all ranks, what changes the weights; `total` optimizer steps are planned."""
+        lora = self.context.recipe.model.lora
+        bare = lora is not None and lora.reference == "base"
+        plan = StagePlan(self.config, total, self.seed, temperature, bare)
+        self.context.ranks.perform("open_stage", plan)
+
+    @property
+    def trainer(self) -> StageTrainer[C]:
+        """This rank's part of it."""
+        return self.context.ranks.program.opened
+
+    def update(self, batch: Any, settings: StepSettings) -> dict[str, float]:
+        """Change the weights on all ranks; the engine's model has them then."""
+        found: dict[str, float] = self.context.ranks.perform("update", batch, settings)
+        return found
+
+    def keep_start(self) -> None:
+        """Write down the weights that the stage begins with: a resumed run has only later ones."""
+        is_new = not self.folder.exists()
+        if is_new and self.is_resumed:
+            raise ConfigError(
+                f"{self.folder} is gone, which held the weights that this stage began with: put it back, or "
+                "begin a new run whose model is the last checkpoint's folder"
+            )
+        if is_new:
+            self.folder.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_directory(self.folder) as temporary:
+                self.context.save_policy(temporary)
+
+    def start_source(self) -> ModelSource | None:
+        """Where all weights of the start are; None where an adapter is all that there is of it."""
+        return None if is_adapted(self.context.policy) else self.context.source(str(self.folder))
+
+    def save_trainer(self, folder: Path, state: Json | None = None) -> None:
+        """Write the trainer's state, and what else of the stage can be written as JSON."""
+        if state is not None:
+            save_state(folder, state)
+        self.context.ranks.perform("save_stage", folder)
+
+    def load_trainer(self, folder: Path) -> None:
+        """Put the trainer where a checkpoint left it."""
+        self.context.ranks.perform("load_stage", folder)
 
     async def sync_engine(self) -> None:
         """After a step has been written down: let the engine go on with the new weights."""

@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +28,8 @@ from ludus.algos import by_token
 from ludus.chat.tokenizers import HFTokenizer
 from ludus.core.failures import ConfigError
 from ludus.core.trajectory import Trajectory, is_lost
-from ludus.model import use_ludus_attention
 from ludus.observe import rollout_metrics
-from ludus.training.checkpoint import load_learner, save_learner
+from ludus.training.checkpoint import load_state
 from ludus.training.config.model import ModelConfig
 from ludus.training.config.parts import Parts
 from ludus.training.config.recipe import Recipe
@@ -38,8 +38,10 @@ from ludus.training.config.stages import DistillationConfig
 from ludus.training.controller import step_by_step
 from ludus.training.data.batch import Batch
 from ludus.training.data.micro_batches import MicroBatch
-from ludus.training.models.loading import check_source, load_model, tokenizer_of
-from ludus.training.optim.learner import Learner, frozen
+from ludus.training.models.loading import check_source, tokenizer_of
+from ludus.training.models.sharded import ModelSource
+from ludus.training.optim.learner import Learner
+from ludus.training.ranks.program import StageTrainer, StepSettings
 from ludus.training.run_context import RunContext
 from ludus.training.stages.base import Stage, StepResult, check_failures, check_readable, timing_metrics
 
@@ -49,13 +51,9 @@ class DistillationStage(Stage[DistillationConfig]):
 
     def __init__(self, context: RunContext, folder: Path, config: DistillationConfig) -> None:
         super().__init__(context, folder, config)
-        temperature = context.recipe.sampling.temperature
-        self._learner = context.ranks.make(
-            Learner, context.policy, config.optimizer, config.steps, temperature, self.seed
-        )
+        self.open_trainer(config.steps, context.recipe.sampling.temperature)
         playing = RolloutSettings(config.tasks, config.attempts)
         self._rollouts = step_by_step(context.task_sets, playing, self.seed)
-        self._teacher: nn.Module | None = None
 
     @classmethod
     def check_parts(cls, config: DistillationConfig, where: str, recipe: Recipe, parts: Parts) -> None:
@@ -70,24 +68,22 @@ class DistillationStage(Stage[DistillationConfig]):
 
     async def begin(self) -> None:
         check_teacher(self.context, self.config)
-        own = self.context.recipe.model
-        settings = ModelConfig(name=self.config.teacher, dtype=own.dtype, device=own.device)
-        teacher, _ = load_model(settings, self.context.recipe.seed)
-        use_ludus_attention(teacher)
-        self._teacher = self.context.ranks.shard(frozen(teacher))
+        source = self.context.source(self.config.teacher)
+        self.context.ranks.perform("prepare_stage", source, self.folder)
 
     async def advance(self, number: int) -> StepResult:
-        assert self._teacher is not None
         started = time.perf_counter()
         batch = await self._rollouts.next_batch()
         played = batch.played
         check_failures(played.groups, self.context.recipe.max_failures, scored=False)
         said = [t for group in played.groups for t in group.trajectories if _is_whole(t)]
-        check_readable(said, self._teacher, "for the teacher, episode")
+        check_readable(
+            said, cast("DistillationTrainer", self.trainer).teacher, "for the teacher, episode"
+        )
         await self.context.pause_sampling()
         ready = time.perf_counter()
         with self.updating_weights():
-            metrics = self.update(distill, self._learner, said, self._teacher, number)
+            metrics = self.update(said, StepSettings(number))
         self._rollouts.trained(batch)
         metrics |= rollout_metrics(played.groups)
         metrics |= timing_metrics(played.groups, ready - started, time.perf_counter() - ready)
@@ -95,11 +91,24 @@ class DistillationStage(Stage[DistillationConfig]):
 
     def save(self, folder: Path) -> None:
         state = {"rollouts": self._rollouts.save(folder)}
-        self.context.ranks.run(save_learner, folder, self._learner, state)
+        self.save_trainer(folder, state)
 
     def load(self, folder: Path) -> None:
-        state = self.context.ranks.run(load_learner, folder, self._learner)
-        self._rollouts.load(folder, state["rollouts"])
+        self.load_trainer(folder)
+        self._rollouts.load(folder, load_state(folder)["rollouts"])
+
+
+class DistillationTrainer(StageTrainer[DistillationConfig]):
+    """Holds the teacher."""
+
+    teacher: nn.Module
+
+    def prepare(self, source: ModelSource | None, folder: Path) -> None:
+        assert source is not None
+        self.teacher = self.program.load_frozen(source)
+
+    def update(self, batch: Any, settings: StepSettings) -> dict[str, float]:
+        return distill(self.learner, batch, self.teacher, settings.number)
 
 
 def distill(

@@ -40,7 +40,7 @@ from ludus.core.random import key
 from ludus.core.trajectory import Group, Segment, SegmentKind, TokenSequence, Trajectory
 from ludus.model import context_limit
 from ludus.observe import rollout_metrics
-from ludus.training.checkpoint import load_learner, load_reference_model, save_learner
+from ludus.training.checkpoint import load_state
 from ludus.training.config.parts import Parts, errors_at
 from ludus.training.config.recipe import Recipe
 from ludus.training.config.rl import RolloutSettings
@@ -50,7 +50,9 @@ from ludus.training.data.batch import Batch
 from ludus.training.data.conversations import read_labelled, read_pairs, trajectory_of
 from ludus.training.data.micro_batches import MicroBatch
 from ludus.training.data.task_sampler import items_of_step
+from ludus.training.models.sharded import ModelSource
 from ludus.training.optim.learner import Learner
+from ludus.training.ranks.program import StageTrainer, StepSettings
 from ludus.training.run_context import RunContext, tool_specs
 from ludus.training.stages.base import (
     Stage,
@@ -281,16 +283,12 @@ class PreferenceStage(Stage[PreferenceConfig]):
         super().__init__(context, folder, config)
         # given pairs were not sampled: they are read at temperature 1, mined ones at the one they were drawn at
         mines = config.pairs is None
-        temperature = context.recipe.sampling.temperature if mines else 1.0
-        self._learner = context.ranks.make(
-            Learner, context.policy, config.optimizer, config.steps, temperature, self.seed
-        )
+        self.open_trainer(config.steps, context.recipe.sampling.temperature if mines else 1.0)
         mining = RolloutSettings(config.tasks, config.attempts)
         self._rollouts = step_by_step(context.task_sets, mining, self.seed) if mines else None
         self._given: Sequence[Pair | Labelled] = []
         self._found_any = False
         """Whether any step so far has mined a pair."""
-        self._reference: nn.Module | None = None
 
     @classmethod
     def check_parts(cls, config: PreferenceConfig, where: str, recipe: Recipe, parts: Parts) -> None:
@@ -307,7 +305,8 @@ class PreferenceStage(Stage[PreferenceConfig]):
 
     async def begin(self) -> None:
         if self.config.loss != "simpo":
-            self._reference = load_reference_model(self.context, self.folder, self.is_resumed)
+            self.keep_start()
+            self.context.ranks.perform("prepare_stage", self.start_source(), self.folder)
         if self.config.pairs is not None:
             self._given = await load_preferences(self.context, self.config)
             equal = sum(isinstance(one, Pair) and has_equal_sides(one) for one in self._given)
@@ -337,7 +336,7 @@ class PreferenceStage(Stage[PreferenceConfig]):
         await self.context.pause_sampling()
         metrics["pairs"] = len(learned)
         with self.updating_weights():
-            metrics |= self.update(prefer, self._learner, learned, self._reference, self.config, number)
+            metrics |= self.update(learned, StepSettings(number))
         if self._rollouts is not None and batch is not None:
             self._rollouts.trained(batch)
         return StepResult({**metrics, "step_seconds": time.perf_counter() - started}, groups)
@@ -356,13 +355,26 @@ class PreferenceStage(Stage[PreferenceConfig]):
     def save(self, folder: Path) -> None:
         rollouts = self._rollouts.save(folder) if self._rollouts is not None else None
         state = {"rollouts": rollouts, "found_any": self._found_any}
-        self.context.ranks.run(save_learner, folder, self._learner, state)
+        self.save_trainer(folder, state)
 
     def load(self, folder: Path) -> None:
-        state = self.context.ranks.run(load_learner, folder, self._learner)
+        self.load_trainer(folder)
         if self._rollouts is not None:
+            state = load_state(folder)
             self._rollouts.load(folder, state["rollouts"])
             self._found_any = state["found_any"]
+
+
+class PreferenceTrainer(StageTrainer[PreferenceConfig]):
+    """Holds the reference, where the loss has one."""
+
+    reference: nn.Module | None = None
+
+    def prepare(self, source: ModelSource | None, folder: Path) -> None:
+        self.reference = self.load_start(source, folder)
+
+    def update(self, batch: Any, settings: StepSettings) -> dict[str, float]:
+        return prefer(self.learner, batch, self.reference, self.config, settings.number)
 
 
 _ALL_EQUAL = "{source}: in every pair both sides say the same, so there is nothing to learn"
@@ -395,10 +407,10 @@ async def load_preferences(context: RunContext, config: PreferenceConfig) -> Seq
         except ConfigError as error:
             raise ConfigError(f"{source}, pair {number}: {error}") from None
     pairs = [one for one in found if isinstance(one, Pair)]
-    check_readable([one.chosen for one in pairs], context.model, "what was chosen in pair")
-    check_readable([one.rejected for one in pairs], context.model, "what was rejected in pair")
+    check_readable([one.chosen for one in pairs], context.policy, "what was chosen in pair")
+    check_readable([one.rejected for one in pairs], context.policy, "what was rejected in pair")
     labelled = (one for one in found if isinstance(one, Labelled))
-    check_readable([one.trajectory for one in labelled], context.model, "answer")
+    check_readable([one.trajectory for one in labelled], context.policy, "answer")
     if all(isinstance(one, Pair) and has_equal_sides(one) for one in found):
         raise ConfigError(_ALL_EQUAL.format(source=source))
     return found

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -25,15 +26,7 @@ from ludus.remote.threads import run_to_the_end
 from ludus.rewards import Scorer
 from ludus.rollouts.branching import check_forkable
 from ludus.rollouts.chat import asking_policy
-from ludus.training.checkpoint import (
-    check_sync,
-    load_learner,
-    load_reference_model,
-    load_synced,
-    save_learner,
-    save_synced,
-    sync_reference,
-)
+from ludus.training.checkpoint import load_state
 from ludus.training.config.parts import Parts, TaskSetSpec, task_set_specs
 from ludus.training.config.recipe import Recipe
 from ludus.training.config.rl import CriticConfig, RLConfig
@@ -42,10 +35,14 @@ from ludus.training.controller import NextBatch, RolloutController, step_by_step
 from ludus.training.data.curriculum import DIFFICULTY, STRICTNESS, Curriculum
 from ludus.training.data.task_sampler import difficulty_of
 from ludus.training.ledger import Ledger
-from ludus.training.optim.critic import Critic, ValueModel
-from ludus.training.optim.learner import Learner
+from ludus.training.models.lora import is_adapted
+from ludus.training.models.references import load_synced, save_synced, sync_reference
+from ludus.training.models.sharded import ModelSource, hollow_model, shard_values
+from ludus.training.optim.critic import Critic
 from ludus.training.optim.policy_update import algorithm_of, policy_update
+from ludus.training.optim.sharding import ShardedModel
 from ludus.training.player import GroupPlan, LocalPlayer
+from ludus.training.ranks.program import Program, StagePlan, StageTrainer, StepSettings
 from ludus.training.replay_buffer import ReplayBuffer, code_versions
 from ludus.training.rollout_batch import RolloutBatch
 from ludus.training.run_context import RunContext
@@ -61,11 +58,7 @@ class RLStage(Stage[RLConfig]):
     def __init__(self, context: RunContext, folder: Path, config: RLConfig) -> None:
         super().__init__(context, folder, config)
         total = config.updates_before(config.steps)
-        temperature = context.recipe.sampling.temperature
-        self._learner = context.ranks.make(
-            Learner, context.policy, config.optimizer, total, temperature, self.seed
-        )
-        self._algorithm = context.ranks.make(algorithm_of, config)
+        self.open_trainer(total, context.recipe.sampling.temperature)
         self._curriculum = Curriculum(config.curriculum)
         self._rollouts = self._controller() if context.recording is None else None
         """What plays; None for a run that learns from a recording."""
@@ -75,8 +68,6 @@ class RLStage(Stage[RLConfig]):
         """When the last step ended."""
         self._kl = config.kl
         """The KL coefficient, which may adapt."""
-        self._reference: nn.Module | None = None
-        self._critic: Critic | None = None
         self._replay: ReplayBuffer | None = None
         """Groups of earlier steps that are trained on again."""
 
@@ -98,13 +89,9 @@ class RLStage(Stage[RLConfig]):
             code = [await code_versions(one.rollout) for one in sets]
             self._replay = ReplayBuffer(config.replay_buffer, config.rollouts, sets, code, self.seed)
         if config.kl > 0:
-            self._reference = load_reference_model(self.context, self.folder, self.is_resumed)
-        if Need.CRITIC in self._algorithm.needs:
-            settings = config.critic or _UNSAID_CRITIC
-            total = config.steps * config.updates * settings.passes
-            made, ranks = self.context, self.context.ranks
-            values = ranks.shard(ValueModel(made.model, own_trunk=settings.kind == "model"))
-            self._critic = ranks.make(Critic, made.policy, settings, total, self.seed, values)
+            self.keep_start()
+        source = self.start_source() if config.kl > 0 else None
+        self.context.ranks.perform("prepare_stage", source, self.folder)
 
     def _controller(self) -> RolloutController:
         config, sets = self.config, self.context.task_sets
@@ -207,25 +194,11 @@ class RLStage(Stage[RLConfig]):
 
     def _update(self, number: int, played: RolloutBatch) -> dict[str, float]:
         """Step `number` of the optimizer; where nothing could be learned, the update has no metrics."""
-        warming_up = self._critic is not None and self._critic.is_warming_up(number)
         version, batch = self.context.engine.policy_version, played
         if self._replay is not None:
             batch = self._replay.mixed(played, number, version)
             self._replay.add(played, version)
-        metrics = {"no_signal": float(not warming_up)} | self.update(
-            policy_update,
-            self._learner,
-            batch,
-            self.config,
-            reference=self._reference,
-            critic=self._critic,
-            algorithm=self._algorithm,
-            critic_only=warming_up,
-            kl=self._kl,
-            step=number,
-            version=version,
-        )
-        self._sync(number)
+        metrics = self.update(batch, StepSettings(number, self._kl, version))
         return metrics | (batch.metrics if self._replay is not None else {})
 
     def _measured(
@@ -257,14 +230,6 @@ class RLStage(Stage[RLConfig]):
         if self._rollouts is not None:
             await self._rollouts.close()
 
-    def _sync(self, number: int) -> None:
-        """After step `number`, counted from 0: let the reference follow, if it is time to."""
-        config = self.config.reference_sync
-        if config is not None and self._reference is not None and (number + 1) % config.every == 0:
-            self.context.ranks.run(
-                sync_reference, self._reference, self.context.policy, config.mixup_alpha
-            )
-
     def _adapt(self, metrics: dict[str, float]) -> None:
         """Find the next step's KL coefficient, and note the one that this step had."""
         if self.config.kl > 0:
@@ -282,29 +247,99 @@ class RLStage(Stage[RLConfig]):
             "curriculum": self._curriculum.state_dict(),
             "kl": self._kl,
         }
-        ranks = self.context.ranks
-        ranks.run(save_learner, folder, self._learner, state)
-        if self.config.reference_sync is not None and self._reference is not None:
-            ranks.run(save_synced, folder, self._reference)
-        if self._critic is not None:
-            ranks.run(self._critic.save, folder)
+        self.save_trainer(folder, state)
         if self._replay is not None:
             self._replay.save(folder)
 
     def load(self, folder: Path) -> None:
-        ranks = self.context.ranks
-        state = ranks.run(load_learner, folder, self._learner)
+        self.load_trainer(folder)
+        state = load_state(folder)
         if self._rollouts is not None:
             self._rollouts.load(folder, state["rollouts"])
         self._curriculum.load_state_dict(state["curriculum"])
         if self.config.kl_control is not None:
             self._kl = state["kl"]
-        if self.config.reference_sync is not None and self._reference is not None:
-            ranks.run(load_synced, folder, self._reference)
-        if self._critic is not None:
-            ranks.run(self._critic.load, folder)
         if self._replay is not None:
             self._replay.load(folder)
+
+
+class RLTrainer(StageTrainer[RLConfig]):
+    """Holds the reference and the critic, where the algorithm has them."""
+
+    reference: nn.Module | None = None
+    critic: Critic | None = None
+
+    def __init__(self, program: Program, plan: StagePlan[RLConfig]) -> None:
+        super().__init__(program, plan)
+        self.algorithm = algorithm_of(plan.config)
+
+    def prepare(self, source: ModelSource | None, folder: Path) -> None:
+        config, program = self.config, self.program
+        if config.kl > 0:
+            self.reference = self.load_start(source, folder)
+        if Need.CRITIC in self.algorithm.needs:
+            settings = config.critic or _UNSAID_CRITIC
+            total = config.steps * config.updates * settings.passes
+            values: nn.Module | None = None
+            if isinstance(program.policy, ShardedModel):
+                assert program.source is not None
+                values = shard_values(
+                    program.policy, hollow_model(program.source), own_trunk=settings.kind == "model"
+                )
+            self.critic = Critic(program.policy, settings, total, self.plan.seed, values)
+
+    def update(self, batch: Any, settings: StepSettings) -> dict[str, float]:
+        config, critic, step = self.config, self.critic, settings.number
+        warming_up = critic is not None and critic.is_warming_up(step)
+        metrics = policy_update(
+            self.learner,
+            batch,
+            config,
+            reference=self.reference,
+            critic=critic,
+            algorithm=self.algorithm,
+            critic_only=warming_up,
+            kl=settings.kl,
+            step=step,
+            version=settings.version,
+        )
+        sync = config.reference_sync
+        if sync is not None and self.reference is not None and (step + 1) % sync.every == 0:
+            sync_reference(self.reference, self.program.policy, sync.mixup_alpha)
+        # where nothing could be learned, the update has no metrics
+        return {"no_signal": float(not warming_up)} | metrics
+
+    def save(self, folder: Path) -> None:
+        super().save(folder)
+        if self.config.reference_sync is not None and self.reference is not None:
+            save_synced(folder, self.reference)
+        if self.critic is not None:
+            self.critic.save(folder)
+
+    def load(self, folder: Path) -> None:
+        super().load(folder)
+        if self.config.reference_sync is not None and self.reference is not None:
+            load_synced(folder, self.reference)
+        if self.critic is not None:
+            self.critic.load(folder)
+
+
+def check_sync(context: RunContext, config: RLConfig) -> None:
+    """Refuse what a reference made of an adapter cannot do, before anything is played."""
+    if config.reference_sync is None or not is_adapted(context.policy):
+        return
+    lora = context.recipe.model.lora
+    if lora is not None and lora.reference == "base":
+        raise ConfigError(
+            'reference_sync lets the reference follow the policy, and model.lora.reference = "base" keeps it '
+            'at the model without its adapter: leave out reference_sync, or set model.lora.reference = "start"'
+        )
+    if config.reference_sync.mixup_alpha != 1:
+        raise ConfigError(
+            f"reference_sync.mixup_alpha = {config.reference_sync.mixup_alpha:g}: a mixture of two adapters is "
+            "no adapter of the same rank (their matrices are multiplied); set mixup_alpha = 1, which copies "
+            "the policy's, or train all weights"
+        )
 
 
 def lag_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from ludus.observe import (
     with_images,
     write_trajectories,
 )
-from ludus.training.checkpoint import load_learner, load_start, save_learner
+from ludus.training.checkpoint import load_state
 from ludus.training.config.parts import Parts, demonstrations_of, errors_at
 from ludus.training.config.recipe import Recipe
 from ludus.training.config.rl import RolloutSettings
@@ -33,6 +34,7 @@ from ludus.training.data.micro_batches import MicroBatch
 from ludus.training.data.task_sampler import items_of_step
 from ludus.training.optim.learner import Learner, Metrics
 from ludus.training.optim.logprobs import logprobs_of
+from ludus.training.ranks.program import StageTrainer, StepSettings
 from ludus.training.run_context import RunContext, tool_specs
 from ludus.training.stages.base import (
     Stage,
@@ -52,9 +54,7 @@ class SFTStage(Stage[SFTConfig]):
         super().__init__(context, folder, config)
         self._demonstrations: list[Trajectory] = []
         self._held_out: list[Trajectory] = []
-        self._learner = context.ranks.make(
-            Learner, context.policy, config.optimizer, config.steps, seed=self.seed
-        )
+        self.open_trainer(config.steps)
 
     @classmethod
     def check_parts(cls, config: SFTConfig, where: str, recipe: Recipe, parts: Parts) -> None:
@@ -107,9 +107,9 @@ class SFTStage(Stage[SFTConfig]):
         seed = key(self.context.recipe.seed, "warm start")
         batch = items_of_step(self._demonstrations, number, self.config.batch, seed)
         with self.updating_weights():
-            metrics = self.update(sft_step, self._learner, batch, number)
+            metrics = self.update(batch, StepSettings(number))
         if self._held_out and self._is_due(number + 1):
-            metrics["held_out_loss"] = self.context.ranks.run(loss_on, self._learner, self._held_out)
+            metrics["held_out_loss"] = self.context.ranks.perform("measure", self._held_out)
         return StepResult({**metrics, "step_seconds": time.perf_counter() - started})
 
     def _is_due(self, done: int) -> bool:
@@ -118,10 +118,20 @@ class SFTStage(Stage[SFTConfig]):
         return done in (1, self.steps) or bool(every and done % every == 0)
 
     def save(self, folder: Path) -> None:
-        self.context.ranks.run(save_learner, folder, self._learner)
+        self.save_trainer(folder)
 
     def load(self, folder: Path) -> None:
-        self.context.ranks.run(load_learner, folder, self._learner)
+        self.load_trainer(folder)
+
+
+class SFTTrainer(StageTrainer[Any]):
+    """Of supervised fine-tuning, whatever the episodes come from."""
+
+    def update(self, batch: Any, settings: StepSettings) -> dict[str, float]:
+        return sft_step(self.learner, batch, settings.number)
+
+    def measure(self, batch: Any) -> float:
+        return loss_on(self.learner, batch)
 
 
 def sft_step(
@@ -156,7 +166,7 @@ async def load_demonstrations(context: RunContext, config: SFTConfig) -> list[Tr
         raise ConfigError("there are no demonstrations to imitate: set demonstrations, or pass them")
     if isinstance(config.held_out, float) and len(shown) < 2:
         raise ConfigError("held_out takes a share of the demonstrations, and there is only one")
-    check_readable(shown, context.model, "demonstration")
+    check_readable(shown, context.policy, "demonstration")
     return shown
 
 
@@ -165,7 +175,7 @@ async def load_held_out(context: RunContext, config: SFTConfig) -> list[Trajecto
     if not isinstance(config.held_out, str):
         return []
     shown = await context.demonstrations(read_conversations(config.held_out, config.columns))
-    check_readable(shown, context.model, "held-out conversation")
+    check_readable(shown, context.policy, "held-out conversation")
     return shown
 
 
@@ -186,7 +196,8 @@ class RejectionStage(Stage[RejectionConfig]):
 
     def __init__(self, context: RunContext, folder: Path, config: RejectionConfig) -> None:
         super().__init__(context, folder, config)
-        self._learner = self._new_learner()
+        # its schedule runs over all rounds, or over one where each begins anew
+        self.open_trainer(config.steps if config.restart else self.steps)
         exploring = RolloutSettings(config.tasks, config.attempts)
         self._rollouts = step_by_step(context.task_sets, exploring, self.seed)
         self._kept: list[Trajectory] = []
@@ -208,9 +219,9 @@ class RejectionStage(Stage[RejectionConfig]):
             batch = items_of_step(imitated, place, min(self.config.batch, len(imitated)), seed)
             with self.updating_weights():
                 if place == 0 and self.config.restart:
-                    self._return_to_start()
+                    self.context.ranks.perform("restart", self.start_source(), self.folder)
                 at = place if self.config.restart else number
-                metrics |= self.update(sft_step, self._learner, batch, at)
+                metrics |= self.update(batch, StepSettings(at))
         return StepResult({**metrics, "step_seconds": time.perf_counter() - started}, groups)
 
     @classmethod
@@ -223,9 +234,9 @@ class RejectionStage(Stage[RejectionConfig]):
         if self.config.demonstrations is not None:
             shown = read_conversations(self.config.demonstrations)
             self._shown = await self.context.demonstrations(shown)
-            check_readable(self._shown, self.context.model, "demonstration")
+            check_readable(self._shown, self.context.policy, "demonstration")
         if self.config.restart:
-            load_start(self.context, self.folder, self.is_resumed)  # written down, to return to
+            self.keep_start()
 
     async def _explore(self, round_number: int) -> list[Group]:
         batch = await self._rollouts.next_batch()
@@ -254,26 +265,15 @@ class RejectionStage(Stage[RejectionConfig]):
             config.threshold,
         )
 
-    def _return_to_start(self) -> None:
-        start = load_start(self.context, self.folder, is_resumed=True)
-        self.context.model.load_state_dict(start.state_dict())
-        self.context.ranks.receive(self.context.policy, self.context.model)
-        self._learner = self._new_learner()
-
-    def _new_learner(self) -> Learner:
-        """Its schedule runs over all rounds, or over one where each begins anew."""
-        total = self.config.steps if self.config.restart else self.steps
-        made = self.context
-        return made.ranks.make(Learner, made.policy, self.config.optimizer, total, seed=self.seed)
-
     def save(self, folder: Path) -> None:
         state = {"rollouts": self._rollouts.save(folder), "found_any": self._found_any}
-        self.context.ranks.run(save_learner, folder, self._learner, state)
+        self.save_trainer(folder, state)
         write_trajectories(folder / _KEPT, self._kept)
         keep_images(folder, self._kept)
 
     def load(self, folder: Path) -> None:
-        state = self.context.ranks.run(load_learner, folder, self._learner)
+        self.load_trainer(folder)
+        state = load_state(folder)
         self._rollouts.load(folder, state["rollouts"])
         self._found_any = state["found_any"]
         self._kept = with_images(read_trajectories(folder / _KEPT), folder / _KEPT)

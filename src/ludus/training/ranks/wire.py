@@ -1,24 +1,23 @@
-"""Calls of rank 0 on the other ranks, as bytes: what travels, and what goes by its number instead.
+"""A step of the program as it travels from rank 0 to the others: its name, settings, and tensors by a schema.
 
-A call is a frame of `remote/channel.py`: a head in JSON, and behind it tensors and files as they are.
-An object is written down by the schema of its class, field by field, so that a field that is added to a class
-travels from then on; `LEFT_BEHIND` names the fields that do not. What is one object here (a turn that branches
-of a tree share) is one object there.
+A step is a frame of `remote/channel.py`: a head in JSON, and behind it tensors, numbers and files as
+they are. An object is written down by the schema of its class, field by field, so that a field that is added to
+a class travels from then on; `LEFT_BEHIND` names the fields that do not. What is one object here (a turn that
+branches of a tree share) is one object there.
 
-Nothing is unpickled. Reading fills the fields of dataclasses and settings without calling their code, and finds
-functions by name; that a call is rank 0's is known before it is read (`store.py`).
+Nothing is unpickled, and nothing is called: reading fills the fields of dataclasses and settings of Ludus' own
+modules. That a step is rank 0's is known before it is read (`store.py`).
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, fields
+from contextlib import suppress
+from dataclasses import MISSING, Field, fields
 from enum import Enum
-from inspect import isroutine
 from pathlib import Path, PurePath
-from types import ModuleType
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,18 +29,9 @@ from ludus.core.task import Task
 from ludus.core.trajectory import Segment, Trajectory
 from ludus.remote.channel import pack_frame, unpack_frame
 
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class OnLeader(Generic[T]):
-    """An argument that exists on rank 0 alone; the other ranks get None."""
-
-    value: T | None = None
-
-
+ROOM = "ludus"
+"""The package whose classes travel."""
 LEFT_BEHIND: Mapping[type, frozenset[str]] = {
-    OnLeader: frozenset({"value"}),
     # what may be any object of the user's
     Task: frozenset({"messages", "target", "envs", "metadata"}),
     # what is read by people, by rewards and by metrics
@@ -50,27 +40,29 @@ LEFT_BEHIND: Mapping[type, frozenset[str]] = {
 }
 """Fields that training does not look at; on other ranks they have their defaults."""
 
+_MANY = 16
+"""A list of so many numbers is sent as a tensor."""
+_NUMBERS: Mapping[type, str] = {bool: "?", int: "<i8", float: "<f8"}
 _PLAIN = frozenset({type(None), bool, int, float, str})
 _GROUPS: Mapping[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
 _MAKERS: Mapping[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 
 
-def pack_call(message: Any, numbers: dict[int, int]) -> bytes:
-    """`numbers` are those of the objects that all ranks have, by identity."""
-    writer = _Writer(numbers)
-    head = {"call": writer.value(message)}
+def pack_step(step: Any) -> bytes:
+    """A step as bytes."""
+    writer = _Writer()
+    head = {"step": writer.value(step)}
     return pack_frame(head, b"".join(writer.body))
 
 
-def unpack_call(message: bytes, objects: dict[int, Any]) -> Any:
-    """`objects` are this rank's own, by their numbers."""
+def unpack_step(message: bytes) -> Any:
+    """What `pack_step` has packed."""
     head, body = unpack_frame(message)
-    return _Reader(body, objects).value(head["call"])
+    return _Reader(body).value(head["step"])
 
 
 class _Writer:
-    def __init__(self, numbers: dict[int, int]) -> None:
-        self._numbers = numbers
+    def __init__(self) -> None:
         self._seen: dict[int, Any] = {}
         """What was written already, by identity: objects by their number, bytes by their place in the body."""
         self._objects = self._length = 0
@@ -81,10 +73,8 @@ class _Writer:
         kind = type(given)
         if kind in _PLAIN:
             return given
-        if id(given) in self._numbers:
-            return {"number": self._numbers[id(given)]}
         if kind is list:
-            return given if _PLAIN.issuperset(map(type, given)) else [self.value(one) for one in given]
+            return self._list(given)
         if kind in _GROUPS:
             return {_GROUPS[kind]: [self.value(one) for one in given]}
         if isinstance(given, dict):
@@ -98,21 +88,19 @@ class _Writer:
             return {"tensor": [str(given.dtype), list(given.shape), self._append(body)]}
         if isinstance(given, np.generic):
             return self.value(given.item())
-        if isinstance(given, torch.dtype):
-            return {"dtype": str(given)}
         if isinstance(given, PurePath):
             return {"path": str(given)}
         if isinstance(given, Enum):
             return {"enum": [_reference(kind), self.value(given.value)]}
-        if isinstance(given, type) or isroutine(given):
-            return self._function(given)
         return self._object(given)
 
-    def _function(self, given: Any) -> Json:
-        owner = getattr(given, "__self__", None)
-        if owner is not None and not isinstance(owner, type | ModuleType):
-            return {"method": [self.value(owner), given.__name__]}
-        return {"name": _reference(given)}
+    def _list(self, given: list[Any]) -> Any:
+        """Many numbers of one kind go as a tensor."""
+        kinds = set(map(type, given)) if len(given) >= _MANY else set()
+        if len(kinds) == 1 and (dtype := _NUMBERS.get(kinds.pop())) is not None:
+            with suppress(OverflowError):
+                return {"numbers": [dtype, self._append(np.array(given, dtype).tobytes())]}
+        return given if _PLAIN.issuperset(map(type, given)) else [self.value(one) for one in given]
 
     def _object(self, given: Any) -> Json:
         kind = type(given)
@@ -142,8 +130,8 @@ class _Writer:
 
 
 class _Reader:
-    def __init__(self, body: memoryview, objects: dict[int, Any]) -> None:
-        self._body, self._numbered = body, objects
+    def __init__(self, body: memoryview) -> None:
+        self._body = body
         self._made: list[Any] = []
         self._bytes: dict[int, bytes] = {}
 
@@ -161,21 +149,16 @@ class _Reader:
             return {self.value(name): self.value(one) for name, one in what}
         if kind == "same":
             return self._made[what]
-        if kind == "number":
-            return self._numbered[what]
         if kind == "enum":
             return _found(what[0], _is_enum)(self.value(what[1]))
-        if kind == "name":
-            return _found(what, callable)
-        if kind == "method":
-            return getattr(self.value(what[0]), what[1])
         return self._data(kind, what)
 
     def _data(self, kind: str, what: Any) -> Any:
         if kind == "path":
             return Path(what)
-        if kind == "dtype":
-            return _dtype(what)
+        if kind == "numbers":
+            dtype, (start, stop) = what
+            return np.frombuffer(self._body[start:stop], dtype).tolist()
         if kind == "bytes":
             start, stop = what
             return self._bytes.setdefault(start, bytes(self._body[start:stop])) if stop > start else b""
@@ -225,19 +208,20 @@ def _dtype(name: str) -> torch.dtype:
     return found
 
 
-def _reference(given: Any) -> str:
-    """What a class or a function is found by in another process."""
-    module, name = given.__module__, given.__qualname__
-    if module == "__main__" or "<" in name:  # which is another one there
-        raise TypeError(f"{module}.{name} cannot be sent to other trainer ranks: define it in a module")
-    return f"{module}:{name}"
+def _reference(kind: type) -> str:
+    """What a class is found by in another process."""
+    if kind.__module__.split(".")[0] != ROOM or "<" in kind.__qualname__:
+        raise TypeError(f"{kind.__module__}.{kind.__qualname__} is not sent to other trainer ranks")
+    return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def _found(reference: str, fits: Callable[[Any], bool]) -> Any:
     module, _, name = reference.partition(":")
+    if module.split(".")[0] != ROOM:
+        raise TypeError(f"a step names {reference}, which is no class of Ludus")
     found: Any = importlib.import_module(module)
     for part in name.split("."):
         found = getattr(found, part)
     if not fits(found):
-        raise TypeError(f"a call names {reference}, which is not what it is said to be")
+        raise TypeError(f"a step names {reference}, which is not what it is said to be")
     return found

@@ -1,0 +1,215 @@
+"""Models of which every rank makes and reads its own part, and the files to which all of them write.
+
+A rank makes the module without weights, cuts its layers with FSDP, and reads its parts from the files: no rank
+ever holds more than a layer. That needs files of safetensors that have the tensors under the names that they
+have in the module. What comes otherwise (made from scratch; a model that sees, which is probed; weights that
+transformers converts as it loads them) rank 0 reads as a whole, once, and writes into such files
+(`source_for_ranks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ludus.chat.tokenizers import HFTokenizer
+from ludus.core.failures import ConfigError
+from ludus.model import (
+    decoder_of,
+    images_of,
+    probe_architecture,
+    switch_attention,
+    unwrapped,
+    use_ludus_attention,
+)
+from ludus.model.fused_model import disable_fused
+from ludus.training.config.model import ModelConfig
+from ludus.training.models.adapter_folder import (
+    base_of,
+    is_adapter,
+    revision_of,
+    splits_base_of,
+)
+from ludus.training.models.gguf import without_progress_bars
+from ludus.training.models.loading import device_of as device_for
+from ludus.training.models.loading import dtype_of, load_model, load_weights, source_of
+from ludus.training.models.lora import is_adapted, save_adapter
+from ludus.training.models.weight_files import kept_tensors
+from ludus.training.optim.critic import ValueModel
+from ludus.training.optim.learner import frozen
+from ludus.training.optim.shard_files import write_shards
+from ludus.training.optim.sharding import (
+    RankGroup,
+    ShardedModel,
+    group_of,
+    local,
+    shard,
+    whole_of,
+)
+
+WEIGHTS = "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where each rank finds its part of a model."""
+
+    config: ModelConfig
+    seed: int
+    """What a new adapter is drawn with."""
+    base: str | None = None
+    """A folder with the base weights, where they are not those that `config` names."""
+
+
+def source_for_ranks(
+    config: ModelConfig, seed: int, folder: Path, corpus: Iterable[str] = ()
+) -> ModelSource:
+    """On rank 0: where the ranks can read a model. What they could not read is written into `folder` first."""
+    if config.scratch is None:
+        assert config.name is not None
+        name, revision = config.name, None
+        if is_adapter(name):
+            name, revision = base_of(Path(name)), revision_of(Path(name))
+            if splits_base_of(Path(config.name)):
+                raise ConfigError(
+                    f"the adapter in {config.name} changes its base when it is loaded: train it with "
+                    "cluster.trainer_ranks=1, or save it as a plain one first"
+                )
+        dtype = dtype_of(config, device_for(config))
+        inner: Any = load_weights(source_of(name, revision), dtype, revision, hollow=True)
+        is_blind = config.vision == "off" or not hasattr(inner, "get_image_features")
+        if inner.ludus_files is not None and is_blind:
+            probe_architecture(inner)
+            return ModelSource(config, seed)
+    on_host = config.model_copy(update={"device": "cpu", "dtype": _named(config)})
+    whole, tokenizer = load_model(on_host, seed, corpus)
+    use_ludus_attention(whole)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {n.replace(".base_layer.", "."): t for n, t in kept_tensors(unwrapped(whole)).items()}
+    write_shards(folder / WEIGHTS, {n: t for n, t in tensors.items() if "lora_" not in n})
+    save_settings(folder, whole)
+    tokenizer.inner.save_pretrained(folder)
+    if (images := images_of(whole)) is not None:
+        images.save(folder)
+    elif config.scratch is None:
+        config = config.model_copy(update={"vision": "off"})
+    if config.scratch is not None:
+        config = config.model_copy(update={"name": str(folder), "scratch": None})
+    return ModelSource(config, seed, str(folder))
+
+
+def _named(config: ModelConfig) -> str:
+    """The number format, by name: what "auto" means depends on the device."""
+    return str(dtype_of(config, device_for(config))).removeprefix("torch.")
+
+
+def hollow_model(source: ModelSource) -> nn.Module:
+    """The module without its weights, but for those of an adapter."""
+    model, _ = load_model(source.config, source.seed, hollow=True, base=source.base)
+    switch_attention(model)
+    return model
+
+
+def hollow_tokenizer(source: ModelSource) -> HFTokenizer:
+    """The tokenizer of a model that the ranks read."""
+    return load_model(source.config, source.seed, hollow=True, base=source.base)[1]
+
+
+def load_sharded(source: ModelSource, group: RankGroup, *, trains: bool = True) -> ShardedModel:
+    """This rank's part of a model; all ranks call it."""
+    model = hollow_model(source) if trains else frozen(hollow_model(source))
+    inner = unwrapped(model)
+    kept = {
+        name.replace(".base_layer.", "."): tensor
+        for name, tensor in kept_tensors(inner).items()
+        if "lora_" not in name
+    }
+    places = {id(tensor): name for name, tensor in _tensors(model).items()}
+    root = shard(model, group, layers_of(model))
+    now = _tensors(model)
+    inner.ludus_files.read({name: now[places[id(tensor)]].detach() for name, tensor in kept.items()})
+    return root
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The decoder's layers, which are gathered one at a time; none of a critic that is a head alone."""
+    inner = unwrapped(model)
+    if getattr(inner, "trunk", inner) is None:
+        return []
+    decoder = decoder_of(model)
+    disable_fused(decoder, "its parameters are sharded, and whole only while their layer runs")
+    lists = [child for child in decoder.children() if isinstance(child, nn.ModuleList)]
+    return [layer for child in lists for layer in child]
+
+
+def shard_values(policy: ShardedModel, made: nn.Module, own_trunk: bool) -> ShardedModel:
+    """A critic for a sharded policy. `made` is the policy's module without weights; a trunk is its decoder."""
+    values = ValueModel(made, own_trunk=own_trunk)
+    root = shard(values, policy.group, layers_of(values))
+    source = {f"trunk.{name}": p for name, p in decoder_of(policy).named_parameters()}
+    with torch.no_grad():
+        for name, parameter in values.named_parameters():
+            if name in source:
+                local(parameter).copy_(local(source[name]))
+            else:
+                local(parameter).zero_()
+    return root
+
+
+def save_policy(folder: Path, model: nn.Module) -> None:
+    """Write a model, or its adapter, in Hugging Face format; of a sharded one, each rank its parts."""
+    if is_adapted(model):
+        save_adapter(folder, model)
+        return
+    inner, group = unwrapped(model), group_of(model)
+    if group.size == 1:
+        with without_progress_bars():
+            inner.save_pretrained(folder)
+        return
+    tensors = kept_tensors(inner)
+    if is_converted(inner):
+        wholes = gathered(tensors, group)
+        if group.rank == 0:
+            with without_progress_bars():
+                inner.save_pretrained(folder, state_dict=wholes)
+        return
+    write_shards(folder / WEIGHTS, tensors, group)
+    if group.rank == 0:
+        save_settings(folder, inner)
+
+
+def gathered(tensors: Mapping[str, Tensor], group: RankGroup) -> dict[str, Tensor]:
+    """Whole tensors, one after the other, on the host of rank 0; the other ranks keep nothing."""
+    wholes: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        group.agree()
+        whole = whole_of(tensor.detach())
+        if group.rank == 0:
+            wholes[name] = whole.cpu()
+    return wholes
+
+
+def is_converted(inner: Any) -> bool:
+    """Whether transformers writes other tensors than the module has, as it has read them from others."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return bool(get_model_conversion_mapping(inner, add_legacy=False))
+
+
+def save_settings(folder: Path, model: nn.Module) -> None:
+    """Write a model's configuration, as transformers does beside the weights."""
+    inner = unwrapped(model)
+    inner.config.architectures = [type(inner).__name__]
+    inner.config.dtype = str(inner.dtype).removeprefix("torch.")
+    inner.config.save_pretrained(folder)
+    if inner.can_generate():
+        inner.generation_config.save_pretrained(folder)

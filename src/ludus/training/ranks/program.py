@@ -1,0 +1,240 @@
+"""The training program: what every rank of a run does. Rank 0 alone plays episodes and owns the run's folder.
+
+    rank 0      plays, writes the run ── perform("update", batch) ──┐
+    every rank  load_model ─ open_stage ─ update ... update ─ save ─┴─ ...
+
+A program is a handful of collective steps, the same on every rank and in the same order. Rank 0 names the
+next one (`Ranks.perform`) with its settings and the step's rows, which travel as tensors (`wire.py`); the
+others wait for it (`worker.py`). Within a step all ranks compute the same things, except that each has its
+share of the micro-batches (`optim/sharding.py`). With one process a step is a plain call.
+
+Each rank holds its part of every weight, gradient and moment; it reads its parts from files and writes them to
+files (`models/sharded.py`). Only where rank 0's embedded engine samples does rank 0 have a whole copy beside
+that: `sampled`, into which each update is gathered tensor by tensor. Other engines get files, which are
+gathered in the same way (`write_weights`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+
+from ludus.core.messages import MediaSpan
+from ludus.core.registry import load_reference
+from ludus.model import use_ludus_attention
+from ludus.model.image_features import forget_features
+from ludus.training.config.stages import BaseStageConfig, OptimizerConfig
+from ludus.training.models.adapter_reference import adapter_reference, saved_adapter
+from ludus.training.models.loading import load_model
+from ludus.training.models.lora import adapter_parameters, is_adapted
+from ludus.training.models.policy_weights import score_tokens, write_merged
+from ludus.training.models.sharded import ModelSource, load_sharded, save_policy
+from ludus.training.optim.learner import Learner, frozen
+from ludus.training.optim.sharding import (
+    ALONE,
+    RankGroup,
+    ShardedModel,
+    local,
+    module_of,
+    named_weights,
+    shard_of,
+)
+
+C = TypeVar("C", bound=BaseStageConfig)
+
+TRAINERS = "ludus.training.stages:trainer_class"
+"""By name: stages stand above this room."""
+OPTIMIZER = "optimizer.safetensors"
+STEPS = frozenset({
+    "load_policy", "open_stage", "prepare_stage", "update", "measure", "restart", "save_stage", "load_stage",
+    "save_policy", "write_engine_weights", "score",
+})  # fmt: skip
+"""What rank 0 can ask for."""
+
+
+class Program:
+    """The program on one rank. Its public methods are the steps, which all ranks do at the same time."""
+
+    steps = STEPS
+
+    def __init__(self, group: RankGroup = ALONE) -> None:
+        self.group = group
+        self.policy: nn.Module
+        """What is trained; of several ranks each has its part."""
+        self.sampled: nn.Module | None = None
+        """On rank 0, where its own engine samples and several ranks train: the whole copy that it samples."""
+        self.source: ModelSource | None = None
+        """Where the policy came from, where there are several ranks."""
+        self.stage: StageTrainer[Any] | None = None
+        self._gathers = False
+
+    def perform(self, step: str, arguments: tuple[Any, ...]) -> Any:
+        """Do a step, which all other ranks do as well."""
+        if step not in self.steps:
+            raise ValueError(f"there is no step {step!r} in the training program")
+        return getattr(self, step)(*arguments)
+
+    # The steps
+
+    def load_policy(self, source: ModelSource, gathers: bool) -> None:
+        """Read this rank's part of the model that is trained; rank 0 may have a copy that it `gathers` into."""
+        self.source, self._gathers = source, gathers
+        self.policy = load_sharded(source, self.group)
+
+    def open_stage(self, plan: StagePlan[Any]) -> None:
+        """Make what the stage trains with."""
+        self.stage = None  # the last one's memory is free before
+        self.stage = load_reference(TRAINERS)(plan.config)(self, plan)
+
+    def prepare_stage(self, source: ModelSource | None, folder: Path) -> None:
+        """Make what else the stage reads; `folder` has the weights that it began with, where it needs them."""
+        self.opened.prepare(source, folder)
+
+    def update(self, batch: Any, settings: StepSettings) -> dict[str, float]:
+        """Learn from a step's rows; the weights that are sampled here are the new ones then."""
+        metrics = self.opened.update(batch, settings)
+        self._gather()
+        return metrics
+
+    def measure(self, batch: Any) -> float:
+        """The loss on rows that are not learned from."""
+        return self.opened.measure(batch)
+
+    def restart(self, source: ModelSource | None, folder: Path) -> None:
+        """Return to the weights that the stage began with."""
+        self.opened.restart(source, folder)
+        self._gather()
+
+    def save_stage(self, folder: Path) -> None:
+        """Write this rank's part of the stage's state into a checkpoint."""
+        self.opened.save(folder)
+
+    def load_stage(self, folder: Path) -> None:
+        """Go on from a checkpoint, of however many ranks."""
+        self.opened.load(folder)
+
+    def save_policy(self, folder: Path) -> None:
+        """Write this rank's part of the policy in Hugging Face format; of an adapted one, of the adapter."""
+        save_policy(folder, self.policy)
+
+    def write_engine_weights(self, folder: Path) -> None:
+        """Gather the policy into a folder for engines of their own."""
+        write_merged(folder, self.policy)
+
+    def score(self, tokens: Sequence[int], media: Sequence[MediaSpan]) -> list[float]:
+        """The policy's log-probability of each token."""
+        return score_tokens(self.policy, tokens, media)
+
+    # What the steps use
+
+    @property
+    def opened(self) -> StageTrainer[Any]:
+        """The stage that is trained."""
+        assert self.stage is not None, "no stage has been opened"
+        return self.stage
+
+    def load_frozen(self, source: ModelSource) -> nn.Module:
+        """A model that is read and not trained, sharded as the policy is."""
+        if self.group.size > 1:
+            return load_sharded(source, self.group, trains=False)
+        model, _ = load_model(source.config, source.seed)
+        use_ludus_attention(model)
+        return frozen(model)
+
+    @torch.no_grad()
+    def _gather(self) -> None:
+        if not isinstance(self.policy, ShardedModel) or not self._gathers:
+            return
+        known = {} if self.sampled is None else dict(self.sampled.named_parameters())
+        for name, whole in self.policy.wholes(trainable=True):
+            if known:
+                known[name].copy_(whole)
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan(Generic[C]):
+    """What a stage's trainer is made of, besides the policy."""
+
+    config: C
+    total: int
+    """Optimizer steps, over which the learning rate is scheduled."""
+    seed: int
+    temperature: float = 1.0
+    bare_reference: bool = False
+    """The reference of an adapted policy is the model without the adapter."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSettings:
+    """What a step of a stage is told, besides its rows."""
+
+    number: int
+    """Its place in the plan, from 0: the learning rate is a function of it."""
+    kl: float = 0.0
+    """The KL coefficient, which may adapt."""
+    version: int | None = None
+    """The version of the policy that is trained."""
+
+
+class StageTrainer(Generic[C]):
+    """What every rank has of a stage: its optimizer, the models that it reads, and its updates."""
+
+    def __init__(self, program: Program, plan: StagePlan[C]) -> None:
+        self.program, self.plan, self.config = program, plan, plan.config
+        self.learner = self._new_learner()
+
+    def _new_learner(self) -> Learner:
+        plan, optimizer = self.plan, self.optimizer
+        return Learner(self.program.policy, optimizer, plan.total, plan.temperature, plan.seed)
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        """The policy's."""
+        found: OptimizerConfig = self.config.optimizer  # type: ignore[attr-defined]
+        return found
+
+    def prepare(self, source: ModelSource | None, folder: Path) -> None:
+        """Before the first step, or the first one after a checkpoint."""
+
+    def load_start(self, source: ModelSource | None, folder: Path) -> nn.Module:
+        """The reference model: the weights that the stage began with, which are in a folder."""
+        policy = self.program.policy
+        if is_adapted(policy):
+            return adapter_reference(policy, folder, self.plan.bare_reference)
+        assert source is not None, "a reference of all weights is read from somewhere"
+        return self.program.load_frozen(source)
+
+    def update(self, batch: Any, settings: StepSettings) -> dict[str, float]:
+        """Change the weights."""
+        raise NotImplementedError
+
+    def measure(self, batch: Any) -> float:
+        raise NotImplementedError
+
+    def restart(self, source: ModelSource | None, folder: Path) -> None:
+        """Return to the weights that the stage began with, and to an optimizer that knows nothing."""
+        policy = self.program.policy
+        forget_features(policy)
+        with torch.no_grad():
+            if is_adapted(policy):
+                start = saved_adapter(policy, folder)
+                for name, parameter in adapter_parameters(module_of(policy)):
+                    local(parameter).copy_(shard_of(start[name], parameter))
+            else:
+                loaded = self.load_start(source, folder)
+                for (_, own), (_, other) in zip(
+                    named_weights(policy), named_weights(loaded), strict=True
+                ):
+                    local(own).copy_(local(other))
+        self.learner = self._new_learner()
+
+    def save(self, folder: Path) -> None:
+        self.learner.save(folder / OPTIMIZER)
+
+    def load(self, folder: Path) -> None:
+        self.learner.load(folder / OPTIMIZER)

@@ -1,0 +1,119 @@
+"""Ranks that tests call functions on: the training program with one step more, `call`.
+
+What the program's own steps do is shown by whole runs; here a test has a model and a learner in its hands on
+every rank. What `make` and `shard` have made is named by number in later calls, so each rank uses its own.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ludus.training.config.cluster import ClusterConfig
+from ludus.training.models.sharded import layers_of
+from ludus.training.optim.sharding import RankGroup, ShardedModel, current_group, shard
+from ludus.training.ranks.processes import Ranks, start_ranks
+from ludus.training.ranks.program import Program
+
+
+class CallProgram(Program):
+    """Any function on all ranks."""
+
+    steps = Program.steps | {"call"}
+
+    def __init__(self, group: RankGroup = RankGroup()) -> None:  # noqa: B008 - it holds nothing
+        super().__init__(group)
+        self.objects: dict[int, Any] = {}
+        self.given: Any = None
+        """The call itself, on rank 0."""
+
+    def call(self, packed: bytes, number: int | None) -> Any:
+        function, args, kwargs = self.given or _Unpickler(packed, self.objects).load()
+        self.given = None
+        result = function(*args, **kwargs)
+        if number is not None:
+            self.objects[number] = result
+        return result
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: Any, objects: dict[int, Any]) -> None:
+        super().__init__(file)
+        self._numbers = {id(one): number for number, one in objects.items()}
+
+    def persistent_id(self, given: Any) -> int | None:
+        return self._numbers.get(id(given))
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, packed: bytes, objects: dict[int, Any]) -> None:
+        super().__init__(io.BytesIO(packed))
+        self._objects = objects
+
+    def persistent_load(self, number: int) -> Any:
+        return self._objects[number]
+
+
+class CalledRanks:
+    """Several ranks, of which this process is rank 0; or this process alone."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.size = ranks.size
+        self._made = 0
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._call(None, function, args, kwargs)
+
+    def make(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._made += 1
+        return self._call(self._made, function, args, kwargs)
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        """A copy of the model, of which every rank has its part."""
+        return model if self.size == 1 else self.make(shard_whole, pickle.dumps(model))
+
+    def publish(self, policy: nn.Module, model: nn.Module) -> None:
+        """Gather what was trained into a whole model here."""
+        if self.size == 1:
+            return
+        with torch.no_grad():
+            known = dict(model.named_parameters())
+            for name, whole in self.run(gathered, policy).items():
+                known[name].copy_(whole)
+
+    def _call(self, number: int | None, function: Any, args: Any, kwargs: Any) -> Any:
+        if self.size == 1:
+            return function(*args, **kwargs)
+        program = self.ranks.program
+        assert isinstance(program, CallProgram)
+        program.given = (function, args, kwargs)
+        file = io.BytesIO()
+        _Pickler(file, program.objects).dump(program.given)
+        return self.ranks.perform("call", file.getvalue(), number)
+
+    def close(self) -> None:
+        self.ranks.close()
+
+
+def shard_whole(packed: bytes) -> ShardedModel:
+    model = pickle.loads(packed)
+    return shard(model, current_group(), layers_of(model))
+
+
+def gathered(policy: ShardedModel) -> dict[str, torch.Tensor]:
+    return dict(policy.wholes(trainable=True))
+
+
+ALONE = CalledRanks(Ranks())
+
+
+def called_ranks(**cluster: Any) -> CalledRanks:
+    config = ClusterConfig.parse({"trainer_ranks": 2, "timeout": 60, **cluster})
+    started = start_ranks(config, torch.device("cpu"), threads=1, program=CallProgram)
+    return CalledRanks(started)
