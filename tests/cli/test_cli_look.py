@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from ludus.cli.check import judge_tool_calls
+from ludus.cli.check.recipe import judge_tool_calls
 from ludus.cli.main import app
 from ludus.core import Fault, ToolResult
 from ludus.observe import RunFolder
@@ -418,7 +418,7 @@ def test_check_data_takes_settings_that_hold_an_address(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[object] = []
-    monkeypatch.setattr("ludus.cli.check_data.check_data", lambda *arguments: given.extend(arguments))
+    monkeypatch.setattr("ludus.cli.check.data.check_data", lambda *arguments: given.extend(arguments))
     asked = ["check", "data", "a.parquet", "embedder=http://127.0.0.1:9/v1#e", "min_turns=1"]
     assert CliRunner().invoke(app, asked).exit_code == 0
     assert given[0] == [Path("a.parquet")]

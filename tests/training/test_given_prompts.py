@@ -14,7 +14,7 @@ from torch.nn.functional import logsigmoid
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ludus.chat import Renderer, load_format
-from ludus.cli.check_data import read_examples
+from ludus.cli.check.data import read_examples
 from ludus.core import ByteTokenizer, ConfigError, Message, Segment, SegmentKind, StopReason, Task
 from ludus.core.trajectory import TokenSequence, Trajectory
 from ludus.model import use_ludus_attention

@@ -322,7 +322,7 @@ STUCK = """
 import asyncio, os, signal, sys, torch, torch.distributed as dist
 from datetime import timedelta
 from torch._C._distributed_c10d import FileStore
-from ludus.cli.stopping import until_told
+from ludus.cli.options import until_told
 from ludus.training.ranks.signals import StopWatch
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
 rank = int(sys.argv[1])
@@ -358,7 +358,7 @@ def test_a_rank_that_waits_for_a_stranger_obeys_signals(
 
 TOLD = """
 import asyncio, signal, sys
-from ludus.cli.stopping import until_told
+from ludus.cli.options import until_told
 from ludus.training.ranks.signals import StopWatch
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
 async def main():

@@ -12,7 +12,7 @@ from stage_runs import Talker
 from training_helpers import TINY, expert, tasks
 
 import ludus
-from ludus.cli.check import recipe_findings
+from ludus.cli.check.recipe import recipe_findings
 from ludus.core import ConfigError
 from ludus.training import Recipe
 from ludus.training.config.recipe import STAGE_CONFIGS

@@ -11,8 +11,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from ludus.cli.options import stopped_says, until_told
 from ludus.cli.show import missing_run
-from ludus.cli.stopping import stopped_says, until_told
 from ludus.core.config import apply_overrides
 from ludus.core.failures import (
     ConfigError,

@@ -16,12 +16,12 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ludus.cli.check_commands import check_app
+from ludus.cli.check.commands import check_app
 from ludus.cli.data_commands import mcp_rl, prefer, reward_model, synth
 from ludus.cli.look_commands import cluster, envs, init, settings, show, simulate, view
 from ludus.cli.options import ClickError, CommandGroup, RecipeCommand
 from ludus.cli.run_commands import evaluate, rollout, train
-from ludus.cli.serve import serve_app
+from ludus.cli.serve.commands import serve_app
 from ludus.core.failures import LudusError
 
 

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from ludus.cli.stopping import stopped_says, until_told
+from ludus.cli.options import stopped_says, until_told
 from ludus.core.config import read_toml, toml_text
 from ludus.core.failures import ConfigError, Fault, InfraError
 from ludus.core.messages import Json

@@ -1,10 +1,16 @@
-"""What commands share: groups that name all their commands, help that names what there is, and arguments."""
+"""What commands share: groups that name their commands, help that names what there is, arguments, stopping."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import asyncio
+import signal
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, TypeVar
 
 import typer
+from rich.console import Console
+from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
 # Which package the command line's errors come from differs between versions of typer (some bring their own
@@ -70,3 +76,22 @@ Overrides = Annotated[
 Model = Annotated[
     str | None, typer.Option("--model", "-m", help="A model's folder or hub name, or a run's folder.")
 ]
+
+T = TypeVar("T")
+
+
+async def until_told(work: Coroutine[Any, Any, T]) -> T:
+    """Run `work`; SIGTERM stops it as Ctrl-C does, so that `kill` and schedulers lose nothing."""
+    task = asyncio.ensure_future(work)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await task
+
+
+@contextmanager
+def stopped_says(console: Console, kept: str) -> Iterator[None]:
+    """Around work that can be resumed: if it is stopped, print `kept`, which says how."""
+    try:
+        yield
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        console.print(Text(f"stopped; {kept}"), soft_wrap=True)  # commands are there to be copied
+        raise KeyboardInterrupt from None

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ludus.cli.eval import load
-from ludus.cli.stopping import stopped_says, until_told
+from ludus.cli.options import stopped_says, until_told
 from ludus.core.chat import ChatModel
 from ludus.core.config import apply_overrides
 from ludus.core.failures import ConfigError

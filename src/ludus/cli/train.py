@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from ludus.cli.stopping import stopped_says, until_told
+from ludus.cli.options import stopped_says, until_told
 from ludus.core.failures import ConfigError
 from ludus.observe import RunFolder, RunWriter, episode_text, printable, table_rich
 from ludus.training.config.cluster import launched_rank

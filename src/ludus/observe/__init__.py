@@ -11,7 +11,20 @@ from ludus.observe.checkpoints import (
 )
 from ludus.observe.console import SHOWN_METRICS, Progress, printable, setup_logging
 from ludus.observe.diagnosis import Diagnosis, FailureMode, ModeFinding, diagnose, failure_mode
-from ludus.observe.encoding import Opaque, dump_value, escape, load_value, unescape
+from ludus.observe.episodes.encoding import Opaque, dump_value, escape, load_value, unescape
+from ludus.observe.episodes.media import keep_images, with_images
+from ludus.observe.episodes.store import (
+    StoreError,
+    holds_trajectories,
+    read_failures,
+    read_groups,
+    read_notes,
+    read_numbered_groups,
+    read_trajectories,
+    select_trajectories,
+    write_groups,
+    write_trajectories,
+)
 from ludus.observe.files import (
     FolderLock,
     atomic_directory,
@@ -22,7 +35,6 @@ from ludus.observe.files import (
     read_regular,
     remove_directory,
 )
-from ludus.observe.media import keep_images, with_images
 from ludus.observe.metrics import (
     CATALOGUE,
     SPLITS,
@@ -63,18 +75,6 @@ from ludus.observe.statistics import (
     paired_test,
     pass_at_k,
     sign_test,
-)
-from ludus.observe.trajectory_store import (
-    StoreError,
-    holds_trajectories,
-    read_failures,
-    read_groups,
-    read_notes,
-    read_numbered_groups,
-    read_trajectories,
-    select_trajectories,
-    write_groups,
-    write_trajectories,
 )
 
 __all__ = [

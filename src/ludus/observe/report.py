@@ -15,7 +15,7 @@ from rich.text import Text
 from ludus.core.messages import Message, ToolCall
 from ludus.core.trajectory import Group, Trajectory
 from ludus.observe.console import printable
-from ludus.observe.encoding import dump_value
+from ludus.observe.episodes.encoding import dump_value
 from ludus.observe.files import atomic_file
 
 Cell = str | float | int | None

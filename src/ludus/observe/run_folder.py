@@ -26,10 +26,10 @@ from ludus.core.failures import ConfigError
 from ludus.core.messages import Json
 from ludus.core.trajectory import Trajectory
 from ludus.observe.checkpoints import Checkpoint, checkpoint_problems, list_checkpoints
+from ludus.observe.episodes.media import MEDIA
+from ludus.observe.episodes.store import read_trajectories
 from ludus.observe.files import read_regular
-from ludus.observe.media import MEDIA
 from ludus.observe.sinks import read_metrics
-from ludus.observe.trajectory_store import read_trajectories
 
 _log = logging.getLogger(__name__)
 

@@ -20,11 +20,11 @@ from ludus.observe.checkpoints import (
     prune_checkpoints,
     remove_checkpoints_after,
 )
+from ludus.observe.episodes.media import MediaStore
+from ludus.observe.episodes.store import write_groups
 from ludus.observe.files import FolderLock, atomic_write, clean_leftovers, is_hidden_write, remove
-from ludus.observe.media import MediaStore
 from ludus.observe.run_folder import OBJECTS, RECIPE, RunFolder, TrajectoryFile
 from ludus.observe.sinks import JsonLinesSink, Sink, Sinks
-from ludus.observe.trajectory_store import write_groups
 
 _log = logging.getLogger(__name__)
 

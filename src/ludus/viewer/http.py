@@ -18,7 +18,7 @@ from aiohttp import web
 from ludus.core.messages import Json
 from ludus.core.trajectory import Trajectory
 from ludus.observe import read_regular
-from ludus.observe.media import MediaStore
+from ludus.observe.episodes.media import MediaStore
 from ludus.viewer.access import Access
 from ludus.viewer.comparison import evaluated_steps, paired_runs, recipe_difference, task_history
 from ludus.viewer.episode_index import EpisodeIndex

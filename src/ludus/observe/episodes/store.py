@@ -11,8 +11,8 @@ from pathlib import Path
 from ludus.core.failures import Boundary, Failure, LudusError, not_there
 from ludus.core.messages import Json
 from ludus.core.trajectory import Group, Trajectory
+from ludus.observe.episodes.rows import FAILURE_FIELDS, encodings, row_of, schema, trajectory_of
 from ludus.observe.files import atomic_file
-from ludus.observe.trajectory_rows import FAILURE_FIELDS, encodings, row_of, schema, trajectory_of
 
 FORMATS = FORMAT, TREE_FORMAT = (b"1", b"2")
 """Counts the changes to the columns that an older reader would misread. 2: there are branches of trees."""

@@ -36,7 +36,7 @@ def check_recipe(
     ] = 60.0,
 ) -> None:
     """Load everything that a recipe names, check its rewards on its tasks, play one episode, try its tools."""
-    from ludus.cli.check import recipe_findings
+    from ludus.cli.check.recipe import recipe_findings
 
     _finish(recipe_findings(recipe, overrides or [], call_tools, seconds), str(recipe))
 
@@ -71,7 +71,7 @@ def check_environment(
     ] = None,
 ) -> None:
     """Does an environment keep its contract? A line for each clause, on real instances."""
-    from ludus.cli.check import env_findings
+    from ludus.cli.check.recipe import env_findings
 
     found = env_findings(
         env, tasks, name, expert=expert, rewards=rewards or (), thorough=thorough, episodes=episodes
@@ -91,7 +91,7 @@ def check_tool(
     ] = None,
 ) -> None:
     """Show a tool as the model sees it, and call it."""
-    from ludus.cli.check import tool_findings
+    from ludus.cli.check.recipe import tool_findings
 
     _finish(tool_findings(tool, arguments, name), tool)
 
@@ -118,7 +118,7 @@ def check_data(
     ] = None,
 ) -> None:
     """Quality control of examples: `ludus check data runs/x/trajectories.parquet --recipe recipe.toml`."""
-    from ludus.cli.check_data import check_data
+    from ludus.cli.check.data import check_data
 
     settings = [one for one in files if "=" in one and not Path(one).exists()]  # some hold addresses
     check_data([Path(one) for one in files if one not in settings], recipe, settings, out)
@@ -150,7 +150,7 @@ def check_reward(
 
     Without labels: which unit tests of the tasks pass with solutions that solve nothing.
     """
-    from ludus.cli.check_reward import reward_findings
+    from ludus.cli.check.reward import reward_findings
 
     _finish(reward_findings(reward, labels, threshold, tasks), reward)
 
@@ -167,7 +167,7 @@ def check_sandbox(
     ] = None,
 ) -> None:
     """Show which layers of isolation hold, by trying every door from inside, and which tiers work here."""
-    from ludus.cli.check_sandbox import sandbox_findings
+    from ludus.cli.check.sandbox import sandbox_findings
 
     _finish(sandbox_findings(tuple(preload or ()), network, config), "sandbox")
 

@@ -34,7 +34,7 @@ from ludus.core.trajectory import (
     TokenSequence,
     Trajectory,
 )
-from ludus.observe.encoding import dump_value, escape, load_value, unescape
+from ludus.observe.episodes.encoding import dump_value, escape, load_value, unescape
 
 FAILURE_FIELDS = tuple(field.name for field in fields(Failure))
 """Stored in columns of their own, failure_boundary and so on."""

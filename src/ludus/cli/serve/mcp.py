@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ludus.cli.serve_options import (
+from ludus.cli.serve.options import (
     ConfigOption,
     Host,
     IdleSeconds,

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ludus.cli.serve_mcp import serve_mcp
-from ludus.cli.serve_model import serve_model
-from ludus.cli.serve_options import (
+from ludus.cli.serve.mcp import serve_mcp
+from ludus.cli.serve.model import serve_model
+from ludus.cli.serve.options import (
     ClientSeconds,
     Concurrency,
     ConfigOption,
@@ -37,7 +37,7 @@ from ludus.cli.serve_options import (
     server_config,
     tools_file,
 )
-from ludus.cli.serve_vllm import serve_vllm
+from ludus.cli.serve.vllm import serve_vllm
 from ludus.core.failures import ConfigError
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""`ludus check`: recipes, environments, tools, rewards, data and the sandbox."""

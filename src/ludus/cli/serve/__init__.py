@@ -1,0 +1,1 @@
+"""`ludus serve`: tools, environments, models and MCP servers."""

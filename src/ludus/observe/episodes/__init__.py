@@ -1,0 +1,1 @@
+"""Recorded episodes as rows of Parquet files, and back."""
