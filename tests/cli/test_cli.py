@@ -654,13 +654,13 @@ def test_the_first_page_begins_with_what_a_newcomer_needs() -> None:
 @pytest.mark.parametrize("command", ["train", "eval", "rollout", "settings"])
 def test_help_names_everything_that_a_recipe_can_name(command: str) -> None:
     from ludus.algos.specs import ALGORITHMS
-    from ludus.envs.world import ENVS
+    from ludus.envs import WORLDS
     from ludus.rewards.registry import GROUP_REWARDS, REWARDS
     from ludus.synth.method import METHODS
 
     said = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "120"}).output
     words = set(re.findall(r"\w+", said))
-    for names in (ALGORITHMS, ENVS, REWARDS, GROUP_REWARDS, METHODS):
+    for names in (ALGORITHMS, WORLDS, REWARDS, GROUP_REWARDS, METHODS):
         assert names and words.issuperset(names)
 
 
