@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import hmac
 import logging
-import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, MutableMapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import mcp_types as types
+from aiohttp import web
 from mcp.server.context import ServerRequestContext
 from mcp.server.lowlevel import Server
 from mcp.server.stdio import stdio_server
@@ -33,16 +32,19 @@ from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult, ToolSpe
 from ludus.core.strict_json import BadJson, check_json
 from ludus.core.task import Task
 from ludus.envs.env import observation_from_json
+from ludus.serve.admission import RequestError
+from ludus.serve.app import HttpApi, bearer_token, check_token, json_response, taken
+from ludus.serve.server import AppServer, check_exposure
+from ludus.serve.service import ServerConfig
 from ludus.tools.hosting import ToolHost
 from ludus.tools.json_schema import argument_problems
+from ludus.tools.wire import JSON_TYPE
 
 _log = logging.getLogger(__name__)
 
 BEGIN = "begin_task"
 STDIO = "stdio"
-Send = Callable[[Any], Awaitable[None]]
-Application = Callable[[Any, Any, Any], Awaitable[None]]
-_CHARSET = re.compile(r"charset\s*=\s*[\"']?([^\s;\"']*)", re.IGNORECASE)
+_MOST_BODY = 4 * 1024 * 1024
 _ABOUT = {
     "number": {"type": "integer", "minimum": 0, "description": "Which of the tasks; each has a number."}
 }
@@ -232,74 +234,154 @@ async def serve_stdio(sessions: AgentSessions) -> None:
         await server.run(read, write, server.create_initialization_options())
 
 
-def http_application(sessions: AgentSessions, host: str, token: str | None) -> Application:
-    """The application behind /mcp: with a token, with sessions, and closing those that clients end."""
-    app = make_mcp_server(sessions).streamable_http_app(host=host)
+class McpApi(HttpApi):
+    """The protocol over streamable HTTP at /mcp, by the SDK's application, which speaks ASGI."""
 
-    async def guarded(scope: Any, receive: Any, send: Send) -> None:
-        if scope["type"] != "http":
-            await app(scope, receive, send)
-            return
-        headers = {
-            name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]
-        }
-        if token is not None and not _has_token(headers, token):
-            await _refuse(
-                send, 401, types.INVALID_REQUEST, "a token is needed: Authorization: Bearer ..."
-            )
-            return
-        charset = _CHARSET.search(headers.get("content-type", ""))
-        if charset is not None and charset[1].lower() not in ("utf-8", "utf8"):
-            await _refuse(send, 415, types.INVALID_REQUEST, "send UTF-8: no other charset is read")
-            return
-        if headers.get("mcp-protocol-version") in MODERN_PROTOCOL_VERSIONS:
-            known = {
-                "supported": list(HANDSHAKE_PROTOCOL_VERSIONS),
-                "requested": headers["mcp-protocol-version"],
-            }
+    def __init__(self, sessions: AgentSessions, config: ServerConfig, token: str | None) -> None:
+        super().__init__(config)
+        self._sessions, self._token = sessions, token
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.asgi = make_mcp_server(sessions).streamable_http_app(
+            host=config.host, max_request_body_size=config.max_body_bytes
+        )
+
+    def routes(self) -> Iterable[web.RouteDef]:
+        return [web.route("*", "/mcp", self._handle)]
+
+    def admit(self, request: web.Request) -> None:
+        check_token(request, bearer_token(request.headers), self._token)
+
+    def problem(self, request: web.Request, error: Exception) -> web.Response | None:
+        match error:
+            case MCPError():
+                status, told = 400, error.error
+            case RequestError():
+                status, told = error.kind.status, _invalid(str(error))
+            case web.HTTPException():
+                status, told = error.status, _invalid(error.reason)
+            case _:
+                return None
+        body = types.JSONRPCError(jsonrpc="2.0", id=None, error=told)
+        return json_response(body.model_dump(mode="json", exclude_none=True), status)
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        version = request.headers.get("mcp-protocol-version")
+        if version in MODERN_PROTOCOL_VERSIONS:
+            known = {"supported": list(HANDSHAKE_PROTOCOL_VERSIONS), "requested": version}
             text = "sandboxes and environments need a session: use a revision with a handshake"
-            await _refuse(send, 400, types.UNSUPPORTED_PROTOCOL_VERSION, text, known)
-            return
-        await app(scope, receive, send)
-        if scope["method"] == "DELETE" and "mcp-session-id" in headers:
-            await sessions.close(headers["mcp-session-id"])
+            raise MCPError(types.UNSUPPORTED_PROTOCOL_VERSION, text, known)
+        if request.method == "POST":
+            body = bytes(await self.body(request))
+            with self.working():
+                return await self._forwarded(request, body)
+        answer = await self._forwarded(request)
+        if request.method == "DELETE" and "mcp-session-id" in request.headers:
+            await self._sessions.close(request.headers["mcp-session-id"])
+        return answer
 
-    return guarded
+    async def _forwarded(self, request: web.Request, body: bytes = b"") -> web.StreamResponse:
+        """What the SDK answers, sent as it comes.
+
+        A client that disconnects cancels this handler. The SDK is told instead: cancelled, it would end the
+        whole session, and clients may hang up as soon as they have read their event.
+        """
+        answer, seconds = web.StreamResponse(), self._config.client_seconds
+        gone = asyncio.Event()
+        has_received = False
+
+        async def receive() -> Json:
+            nonlocal has_received
+            if has_received:
+                await gone.wait()
+                return {"type": "http.disconnect"}
+            has_received = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            if gone.is_set():
+                return
+            try:
+                if message["type"] == "http.response.start":
+                    answer.set_status(message["status"])
+                    for name, value in message["headers"]:
+                        answer.headers.add(name.decode("latin-1"), value.decode("latin-1"))
+                    await answer.prepare(request)
+                    return
+                if data := message.get("body"):
+                    await taken(request, seconds, answer.write(data))
+                if not message.get("more_body"):
+                    await taken(request, seconds, answer.write_eof())
+            except ConnectionError:
+                gone.set()
+
+        task = asyncio.create_task(self.asgi(_scope(request), receive, send))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        try:
+            await asyncio.shield(task)
+        finally:
+            gone.set()
+        return answer
+
+    async def close(self) -> None:
+        """End what the SDK still does for clients that are gone."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-def _has_token(headers: Mapping[str, str], token: str) -> bool:
-    given = headers.get("authorization", "").removeprefix("Bearer ").strip()
-    return hmac.compare_digest(given.encode("utf-8", "replace"), token.encode())
+def _invalid(message: str) -> types.ErrorData:
+    return types.ErrorData(code=types.INVALID_REQUEST, message=message)
 
 
-async def _refuse(send: Send, status: int, code: int, text: str, data: Any = None) -> None:
-    error = types.ErrorData(code=code, message=text, data=data)
-    body = types.JSONRPCError(jsonrpc="2.0", id=None, error=error).model_dump_json(exclude_none=True)
-    headers = [(b"content-type", b"application/json")]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body.encode()})
+def _scope(request: web.Request) -> Json:
+    """A request in ASGI's words. What a body is called has been checked: no parser may read it otherwise."""
+    headers = [(name.lower(), value) for name, value in request.raw_headers]
+    if request.method == "POST":
+        headers = [(name, value) for name, value in headers if name != b"content-type"]
+        headers.append((b"content-type", JSON_TYPE.encode()))
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": request.method,
+        "scheme": request.scheme,
+        "path": request.path,
+        "root_path": "",
+        "query_string": request.query_string.encode(),
+        "headers": headers,
+    }
 
 
-async def serve_http(
-    sessions: AgentSessions, host: str, port: int, token: str | None, ready: Callable[[str], None]
-) -> None:
-    """Serve until SIGTERM or SIGINT; `ready` is told the address."""
-    import socket
+class McpServer(AppServer):
+    """The protocol over HTTP in this event loop: `start`, then `drain_and_stop`, in one task."""
 
-    import uvicorn
+    def __init__(self, sessions: AgentSessions, host: str, port: int, token: str | None) -> None:
+        super().__init__(
+            ServerConfig(host=host, port=port, max_body_bytes=_MOST_BODY, drain_seconds=5.0)
+        )
+        check_exposure(host, token)
+        self._sessions = sessions
+        self._api = McpApi(sessions, self._config, token)
+        self._open = AsyncExitStack()
+        self._sweeper: asyncio.Task[None] | None = None
 
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listening = socket.create_server((host, port), family=family)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}") from None
-    config = uvicorn.Config(
-        http_application(sessions, host, token), log_config=None, timeout_graceful_shutdown=5
-    )
-    shown = f"[{host}]" if ":" in host else host
-    sweeper = asyncio.create_task(sessions.sweep())
-    ready(f"http://{shown}:{listening.getsockname()[1]}/mcp")
-    try:
-        await uvicorn.Server(config).serve([listening])
-    finally:
-        sweeper.cancel()
+    async def start(self) -> str:
+        asgi = self._api.asgi
+        await self._open.enter_async_context(asgi.router.lifespan_context(asgi))
+        try:
+            address = await self._listen(self._api)
+        except BaseException:
+            await self._open.aclose()
+            raise
+        self._sweeper = asyncio.create_task(self._sessions.sweep())
+        return f"{address}/mcp"
+
+    async def drain_and_stop(self) -> None:
+        """Let running calls finish within `drain_seconds`; close the connections."""
+        await self._api.finish()
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        await self._hang_up()
+        await self._api.close()
+        await self._open.aclose()

@@ -1,4 +1,4 @@
-"""Life cycle of a tool server: start, announce the address, serve, drain, stop."""
+"""Life cycle of a server: start, announce the address, serve, drain, stop."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import logging
 import os
 import signal
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from ipaddress import ip_address
-from typing import Protocol
+from typing import Self
 
 from aiohttp import web
 
 from ludus.core.failures import ConfigError
-from ludus.serve.http import ToolApi
-from ludus.serve.service import ServerConfig, ToolService
-from ludus.tools.hosting import ToolHost
+from ludus.serve.app import HttpApi
+from ludus.serve.service import ServerConfig
 from ludus.tools.remote_http import is_loopback
 
 _log = logging.getLogger(__name__)
@@ -25,80 +25,60 @@ _COLLECT_AFTER = 10_000
 """Allocations between garbage collections, each of which visits all waiting requests."""
 
 
-class ToolServer:
-    """A tool server in this event loop: `start`, then `drain_and_stop`; or `async with`."""
+class AppServer(ABC):
+    """A server in this event loop: `start`, then `drain_and_stop`; or `async with`."""
 
-    def __init__(
-        self, host: ToolHost, config: ServerConfig | None = None, *, token: str | None = None
-    ) -> None:
+    def __init__(self, config: ServerConfig | None = None) -> None:
         self._config = config or ServerConfig()
-        check_exposure(self._config.host, token)
-        self._host, self._token = host, token
         self._runner: web.AppRunner | None = None
-        self._sweeper: asyncio.Task[None] | None = None
-        self.service: ToolService | None = None
         self.address = ""
         """Where it can be reached, as `http://host:port`, once it listens."""
 
+    @abstractmethod
     async def start(self) -> str:
-        """Build the tools, listen, and return the address."""
-        config = self._config
-        try:
-            facts = {one.spec.name: one for one in await self._host.start()}
-            self._check_limits(list(facts))
-            self.service = ToolService(self._host, facts, config)
-            api = ToolApi(self.service, config, self._token)
-            self._runner = await listening(api.application(), config)
-        except BaseException:
-            await self._stop()
-            raise
-        self._sweeper = asyncio.create_task(self.service.sessions.sweep())
-        self.address = address_of(self._runner)
-        return self.address
+        """Listen, and return the address."""
 
+    @abstractmethod
     async def drain_and_stop(self) -> None:
-        """Let running calls finish within `drain_seconds`; close sessions, connections and the host."""
-        if self.service is not None:
-            await self.service.drain()
-        await self._stop()
+        """Let what runs finish, and close."""
 
-    async def _stop(self) -> None:
-        if self._sweeper is not None:
-            self._sweeper.cancel()
-            await asyncio.wait((self._sweeper,))
-        if self._runner is not None:
-            await self._runner.cleanup()
-        await self._host.stop()
-
-    def _check_limits(self, tools: list[str]) -> None:
-        for name, limit in self._config.tool_concurrency.items():
-            if name not in tools:
-                known = ", ".join(sorted(tools))
-                raise ConfigError(
-                    f"a limit is set for {name!r}, which is no tool here; there are {known}"
-                )
-            if limit < 1:
-                raise ConfigError(f"the limit of {name!r} must be at least 1, not {limit}")
-
-    async def __aenter__(self) -> ToolServer:
+    async def __aenter__(self) -> Self:
         await self.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.drain_and_stop()
 
+    async def _listen(self, api: HttpApi) -> str:
+        """Serve an API at the configured address; `ConfigError` where that cannot be had."""
+        config = self._config
+        runner = web.AppRunner(
+            api.application(),
+            access_log=None,
+            handler_cancellation=True,
+            keepalive_timeout=config.keepalive_seconds,
+            shutdown_timeout=1.0,
+            lingering_time=1.0,  # for the rest of a request body that is already answered
+            auto_decompress=False,  # compressed bodies are refused without unpacking them
+        )
+        try:
+            await runner.setup()
+            site = web.TCPSite(runner, config.host, config.port, backlog=4096, reuse_address=True)
+            await site.start()
+        except OSError as error:
+            await runner.cleanup()
+            where = f"{config.host}:{config.port}"
+            raise ConfigError(f"cannot listen on {where}: {error.strerror or error}") from error
+        self._runner, self.address = runner, _address_of(runner)
+        return self.address
 
-class Serving(Protocol):
-    """A server in this event loop."""
-
-    async def start(self) -> str:
-        """Listen, and return the address."""
-
-    async def drain_and_stop(self) -> None:
-        """Let what runs finish, and close."""
+    async def _hang_up(self) -> None:
+        """Listen no longer, and close the connections."""
+        if self._runner is not None:
+            await self._runner.cleanup()
 
 
-async def serve_until_told(server: Serving, on_ready: Callable[[str], Awaitable[None] | None]) -> None:
+async def serve_until_told(server: AppServer, on_ready: Callable[[str], Awaitable[None] | None]) -> None:
     """Serve until SIGTERM or SIGINT, then drain; a second signal ends the process at once."""
     loop = asyncio.get_running_loop()
     told = asyncio.Event()
@@ -130,28 +110,6 @@ async def serve_until_told(server: Serving, on_ready: Callable[[str], Awaitable[
             loop.remove_signal_handler(number)
 
 
-async def listening(app: web.Application, config: ServerConfig) -> web.AppRunner:
-    """The application, serving at the configured address."""
-    runner = web.AppRunner(
-        app,
-        access_log=None,
-        handler_cancellation=True,
-        keepalive_timeout=config.keepalive_seconds,
-        shutdown_timeout=1.0,
-        lingering_time=1.0,  # for the rest of a request body that is already answered
-        auto_decompress=False,  # compressed bodies are refused without unpacking them
-    )
-    try:
-        await runner.setup()
-        site = web.TCPSite(runner, config.host, config.port, backlog=4096, reuse_address=True)
-        await site.start()
-    except OSError as error:
-        await runner.cleanup()
-        where = f"{config.host}:{config.port}"
-        raise ConfigError(f"cannot listen on {where}: {error.strerror or error}") from error
-    return runner
-
-
 def check_exposure(host: str, token: str | None) -> None:
     """`ConfigError` for an address that other machines can reach without a token."""
     if token is not None:
@@ -176,7 +134,7 @@ def is_on_loopback(host: str) -> bool:
     return all(ip_address(str(entry[4][0])).is_loopback for entry in found)
 
 
-def address_of(runner: web.AppRunner) -> str:
+def _address_of(runner: web.AppRunner) -> str:
     """Where it can be reached, as `http://host:port`."""
     host, port, *_ = runner.addresses[0]
     if ip_address(host).is_unspecified:

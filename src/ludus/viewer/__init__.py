@@ -8,8 +8,16 @@ comparison       recipe differences, paired statistics, curves of several runs
 labels           what people say about episodes, as data to train on
 play             an environment stepped by hand, or by a checkpoint
 export           self-contained HTML
-http, server     routes, and who may use them
+http             routes
+access, server   who may use them, and the life of the server
 """
+
+from ludus.core.failures import MissingExtraError
+
+try:
+    import aiohttp as _aiohttp  # noqa: F401
+except ImportError as error:  # pragma: no cover - depends on the installation
+    raise MissingExtraError("aiohttp", "view", "the viewer") from error
 
 from ludus.viewer.server import ViewerConfig, ViewerServer, serve_viewer
 

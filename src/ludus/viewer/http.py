@@ -8,20 +8,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import mimetypes
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from aiohttp import web
 
+from ludus.core.failures import LudusError
 from ludus.core.messages import Json
 from ludus.core.trajectory import Trajectory
 from ludus.observe import read_regular
 from ludus.observe.episodes.media import MediaStore
-from ludus.viewer.access import Access
+from ludus.serve.admission import RequestError
+from ludus.serve.app import HttpApi
+from ludus.serve.service import ServerConfig
+from ludus.viewer.access import HEADERS, admit
 from ludus.viewer.comparison import evaluated_steps, paired_runs, recipe_difference, task_history
-from ludus.viewer.episode_index import EpisodeIndex
+from ludus.viewer.episode_index import EpisodeIndex, FilterError
 from ludus.viewer.episode_view import EpisodeReader
 from ludus.viewer.export import STATIC, export_page
 from ludus.viewer.labels import LabelError, LabelStore
@@ -32,8 +37,8 @@ from ludus.viewer.requests import (
     episode_place,
     episode_query,
     integer,
-    json_body,
     json_response,
+    parsed_body,
     parsed_place,
     picture_response,
     place_json,
@@ -46,23 +51,26 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_MOST_BODY = 1_000_000
 _THREADS = 4
 _STATIC_FILES = {file.name: file for file in STATIC.iterdir() if file.is_file()}
+_DATA = re.compile("/(api|static|export)(/|$)")
+"""What programs ask for; all else is a page."""
 _PAGES = ("/", "/run/{run}", "/episodes", "/episode/{run}/{file}/{row}", "/compare", "/play", "/labels")
 
 
-class ViewerApi:
+class ViewerApi(HttpApi):
     """All handlers."""
 
     def __init__(
         self,
         workspace: Workspace,
+        config: ServerConfig,
         *,
         token: str | None,
         play: PlayRoom | None = None,
         every: float = 1.5,
     ) -> None:
+        super().__init__(config)
         self._workspace = workspace
         self._token = token
         self._play = play
@@ -76,42 +84,73 @@ class ViewerApi:
         self._syncing: asyncio.Task[None] | None = None
 
     def application(self) -> web.Application:
-        app = web.Application(
-            middlewares=[Access(self._token, self._page).middleware], client_max_size=_MOST_BODY
-        )
-        for path in _PAGES:
-            app.router.add_get(path, self._page)
-        app.router.add_get("/static/{name}", self._static)
-        get, post = app.router.add_get, app.router.add_post
-        get("/api/runs", self._list_runs)
-        get("/api/run/{run}", self._run)
-        get("/api/series", self._series)
-        get("/api/diff", self._diff)
-        get("/api/episodes", self._episodes)
-        get("/api/facets", self._facets)
-        get("/api/steps/{run}", self._steps)
-        get("/api/history/{run}", self._history)
-        get("/api/paired", self._paired)
-        episode = "/{run}/{file}/{row:[0-9]{1,9}}"
-        get("/api/episode" + episode, self._episode)
-        get("/api/tokens" + episode, self._tokens)
-        get("/api/text" + episode, self._text)
-        get("/api/transcript" + episode, self._transcript)
-        get("/api/media/{run}/{sha256:[0-9a-f]{64}}", self._media)
-        get("/export/episode.html", self._export_html)
-        get("/export/episode.json", self._export_json)
-        get("/api/labels", self._list_labels)
-        post("/api/label", self._label)
-        post("/api/prefer", self._prefer)
-        get("/api/play", self._describe_play)
-        post("/api/play/start", self._start_play)
-        post("/api/play/{id:[0-9a-f]{16}}/move", self._move)
-        post("/api/play/{id:[0-9a-f]{16}}/save", self._save_played)
-        get("/api/play/{id:[0-9a-f]{16}}", self._play_state)
-        get("/api/play/{id:[0-9a-f]{16}}/media/{sha256:[0-9a-f]{64}}", self._play_media)
+        app = super().application()
         app.on_startup.append(self._begin)
         app.on_cleanup.append(self._end)
         return app
+
+    def routes(self) -> Iterable[web.RouteDef]:
+        get, post = web.get, web.post
+        episode, played = "/{run}/{file}/{row:[0-9]{1,9}}", "/api/play/{id:[0-9a-f]{16}}"
+        return [
+            *(get(path, self._page) for path in _PAGES),
+            get("/static/{name}", self._static),
+            get("/api/runs", self._list_runs),
+            get("/api/run/{run}", self._run),
+            get("/api/series", self._series),
+            get("/api/diff", self._diff),
+            get("/api/episodes", self._episodes),
+            get("/api/facets", self._facets),
+            get("/api/steps/{run}", self._steps),
+            get("/api/history/{run}", self._history),
+            get("/api/paired", self._paired),
+            get("/api/episode" + episode, self._episode),
+            get("/api/tokens" + episode, self._tokens),
+            get("/api/text" + episode, self._text),
+            get("/api/transcript" + episode, self._transcript),
+            get("/api/media/{run}/{sha256:[0-9a-f]{64}}", self._media),
+            get("/export/episode.html", self._export_html),
+            get("/export/episode.json", self._export_json),
+            get("/api/labels", self._list_labels),
+            post("/api/label", self._label),
+            post("/api/prefer", self._prefer),
+            get("/api/play", self._describe_play),
+            post("/api/play/start", self._start_play),
+            post(played + "/move", self._move),
+            post(played + "/save", self._save_played),
+            get(played, self._play_state),
+            get(played + "/media/{sha256:[0-9a-f]{64}}", self._play_media),
+        ]
+
+    def admit(self, request: web.Request) -> web.Response | None:
+        return admit(request, self._token)
+
+    def problem(self, request: web.Request, error: Exception) -> web.Response:
+        match error:
+            case RequestError():
+                status, message = error.kind.status, str(error)
+            case web.HTTPNotFound() if not _DATA.match(request.path):
+                return _index_page(404)  # it says that there is no such page, with a way home
+            case web.HTTPException():
+                status, message = error.status, error.reason
+            case NotFound():
+                status, message = 404, str(error)
+            case FilterError() | PlayError() | LabelError():
+                status, message = 400, str(error)
+            case LudusError():
+                status, message = 409, str(error)
+            case _:
+                _log.error("%s %s", request.method, request.path, exc_info=error)
+                status, message = 500, "the viewer failed at this request; its log says why"
+        return json_response({"error": message}, status)
+
+    def answered(self, request: web.Request, answer: web.StreamResponse, seconds: float) -> None:
+        for name, value in HEADERS.items():
+            answer.headers.setdefault(name, value)
+        answer.headers.setdefault("Cache-Control", "no-store")
+
+    async def _json(self, request: web.Request) -> Json:
+        return parsed_body(await self.body(request))
 
     # Life.
 
@@ -142,9 +181,7 @@ class ViewerApi:
     # Pages.
 
     async def _page(self, request: web.Request) -> web.StreamResponse:
-        return web.Response(
-            body=_STATIC_FILES["index.html"].read_bytes(), content_type="text/html", charset="utf-8"
-        )
+        return _index_page()
 
     async def _static(self, request: web.Request) -> web.StreamResponse:
         file = _STATIC_FILES.get(request.match_info["name"])
@@ -311,7 +348,7 @@ class ViewerApi:
         return json_response(await self._in_thread(found))
 
     async def _label(self, request: web.Request) -> web.StreamResponse:
-        body = await json_body(request)
+        body = await self._json(request)
         place = body_place(body.get("episode"))
         score, note = body.get("score"), body.get("note") or ""
         is_number = isinstance(score, int | float) and not isinstance(score, bool) and abs(score) < 1e300
@@ -327,7 +364,7 @@ class ViewerApi:
         return json_response(await self._in_thread(write))
 
     async def _prefer(self, request: web.Request) -> web.StreamResponse:
-        body = await json_body(request)
+        body = await self._json(request)
         chosen, rejected = body_place(body.get("chosen")), body_place(body.get("rejected"))
         note = body.get("note") or ""
 
@@ -356,7 +393,7 @@ class ViewerApi:
         return json_response(self._room().describe())
 
     async def _start_play(self, request: web.Request) -> web.StreamResponse:
-        body = await json_body(request)
+        body = await self._json(request)
         number = body.get("number")
         if not isinstance(number, int):
             raise PlayError("number is a task's number")
@@ -366,7 +403,7 @@ class ViewerApi:
 
     async def _move(self, request: web.Request) -> web.StreamResponse:
         session = self._room().session(request.match_info["id"])
-        return json_response(await session.move(Move.parse(await json_body(request))))
+        return json_response(await session.move(Move.parse(await self._json(request))))
 
     async def _play_state(self, request: web.Request) -> web.StreamResponse:
         return json_response(await self._room().session(request.match_info["id"]).state())
@@ -378,10 +415,15 @@ class ViewerApi:
     async def _save_played(self, request: web.Request) -> web.StreamResponse:
         """Keep a played episode as a demonstration, good or bad."""
         session = self._room().session(request.match_info["id"])
-        body = await json_body(request)
+        body = await self._json(request)
         trajectory = session.trajectory
         if trajectory is None:
             raise PlayError("the episode is not over yet")
         place = {"run": "(played by hand)", "file": session.id, "row": 0}
         label = body.get("label", True)
         return json_response(await self._in_thread(lambda: self._labels.label(place, trajectory, label)))
+
+
+def _index_page(status: int = 200) -> web.Response:
+    page = _STATIC_FILES["index.html"].read_bytes()
+    return web.Response(body=page, status=status, content_type="text/html", charset="utf-8")

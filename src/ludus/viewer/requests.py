@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
@@ -16,7 +15,6 @@ from ludus.viewer.export import picture_type
 from ludus.viewer.labels import LabelError
 from ludus.viewer.workspace import NotFound
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Place = tuple[str, str, int]
 """An episode: its run, its file, its row."""
 
@@ -104,10 +102,9 @@ def place_json(place: Place) -> Json:
     return dict(zip(("run", "file", "row"), place, strict=True))
 
 
-async def json_body(request: web.Request) -> Json:
-    """The body; it is read as UTF-8, whatever the request calls it (`Access` refuses other names)."""
+def parsed_body(data: bytearray) -> Json:
     try:
-        return read_object(await request.read())
+        return read_object(data)
     except BadJson as error:
         raise FilterError(f"the body cannot be read: {error}") from None
 
@@ -116,10 +113,6 @@ def json_response(value: Any, status: int = 200) -> web.Response:
     return web.Response(
         body=dump_json(value), status=status, content_type="application/json", charset="utf-8"
     )
-
-
-def error_response(status: int, message: str) -> web.Response:
-    return json_response({"error": message}, status)
 
 
 def picture_response(data: bytes | None) -> web.Response:

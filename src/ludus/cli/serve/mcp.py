@@ -66,7 +66,7 @@ def serve_mcp(
 
     Over stdio it is started by its client; with --http it prints {"address": ...} when it is ready.
     """
-    from ludus.serve.server import check_exposure
+    from ludus.serve.server import check_exposure, serve_until_told
     from ludus.serve.telemetry import log_as_json
 
     log_as_json(level=log_level(quiet or not http, verbose))
@@ -76,7 +76,7 @@ def serve_mcp(
     if http:
         check_exposure(host, token)
     try:
-        from ludus.serve.mcp import AgentSessions, serve_http, serve_stdio
+        from ludus.serve.mcp import AgentSessions, McpServer, serve_stdio
     except ModuleNotFoundError as error:
         from ludus.core.failures import MissingExtraError
 
@@ -91,7 +91,8 @@ def serve_mcp(
         try:
             await served.start()
             if http:
-                await serve_http(sessions, host, port, token, announcing(private_stdout(), kept))
+                server = McpServer(sessions, host, port, token)
+                await serve_until_told(server, announcing(private_stdout(), kept))
             else:
                 await serve_stdio(sessions)
         finally:

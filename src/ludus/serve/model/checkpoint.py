@@ -16,7 +16,7 @@ from ludus.core.generation import Engine, OnTokens, Sampling
 from ludus.core.images import MOST_PIXELS
 from ludus.core.messages import Json
 from ludus.serve.admission import Admission, WorkBudget
-from ludus.serve.http import check_token
+from ludus.serve.app import check_token
 from ludus.serve.model.requests import (
     LONG,
     ApiError,
@@ -62,7 +62,7 @@ class CheckpointService:
         self._engine, self._renderer, self._name = engine, renderer, name
         self._sampling = sampling or Sampling(max_tokens=1024)
         self._max_context = max_context
-        self._token = None if token is None else token.encode()
+        self._token = token
         self._admission = Admission(config.concurrency, config.queue, {})
         self._pixels, self._texts = WorkBudget(MOST_PIXELS), WorkBudget(config.max_body_bytes)
         self.metrics.watch("waiting", "Requests in the queue.", lambda: self._admission.waiting)

@@ -31,7 +31,7 @@ from ludus.llm import Address
 from ludus.rollouts.budgets import BudgetUsedUp
 from ludus.rollouts.message_tree import MessageTree, SampledTurn
 from ludus.serve.admission import WorkBudget
-from ludus.serve.http import check_token
+from ludus.serve.app import check_token
 from ludus.serve.model.peers import is_of_program
 from ludus.serve.model.requests import (
     LONG,

@@ -12,7 +12,7 @@ import contextlib
 import math
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from importlib.metadata import version
@@ -26,21 +26,23 @@ from ludus.core.messages import Json
 from ludus.core.strict_json import BadJson, read_object
 from ludus.rewards.scores import MOST_REWARD
 from ludus.rollouts.budgets import BudgetUsedUp
-from ludus.serve.admission import ByteBudget, RequestError
-from ludus.serve.http import beside_the_loop, release_bytes, request_bytes
+from ludus.serve.admission import RequestError
+from ludus.serve.app import HttpApi, bearer_token, beside_the_loop, json_response
 from ludus.serve.model.anthropic import ANTHROPIC
 from ludus.serve.model.chat import CHAT
 from ludus.serve.model.requests import ApiError, Dialect, ModelReply, ModelRequest, bad
 from ludus.serve.model.responses import RESPONSES
 from ludus.serve.model.streams import EventResponse, EventStream, LiveReplies
-from ludus.serve.server import address_of, listening
+from ludus.serve.server import AppServer
 from ludus.serve.service import ServerConfig
 from ludus.serve.telemetry import CONTENT_TYPE, ModelMetrics
-from ludus.tools.wire import JSON_TYPE, ErrorKind, dump
+from ludus.tools.wire import ErrorKind
 
 REWARD_HEADER = "X-Ludus-Reward"
 LEFT_OUT_HEADER = "X-Ludus-Left-Out"
 """In a response: the tools of its request that the model was not told of."""
+_COMPLETIONS = {"/v1/chat/completions": CHAT, "/v1/responses": RESPONSES, "/v1/messages": ANTHROPIC}
+_HEALTH = ("/healthz", "/readyz")
 _TOLD = (ApiError, RequestError, BudgetUsedUp, InfraError, ConfigError, Aborted, ImageError)
 """What clients are told, in the API's own form."""
 
@@ -93,84 +95,63 @@ class ModelService(Protocol):
         """End what still runs."""
 
 
-class ModelServer:
+class ModelServer(AppServer):
     """A model server in this event loop: `start`, then `drain_and_stop`; or `async with`."""
 
     def __init__(self, service: ModelService, config: ServerConfig | None = None) -> None:
-        self._service, self._config = service, config or ServerConfig()
-        self._bytes = ByteBudget(self._config.held_bytes)
-        self._runner: web.AppRunner | None = None
-        self._started = time.monotonic()
-        self._version = version("ludus")
-        self._running = 0
-        self._draining = False
-        self._idle = asyncio.Event()
-        """Set when the last request has ended after `drain_and_stop` was called."""
-        self.address = ""
-        """Where it can be reached, as `http://host:port`, once it listens."""
-        service.metrics.watch("running", "Requests that wait for a reply.", lambda: self._running)
+        super().__init__(config)
+        self._service, self._api = service, ModelApi(service, self._config)
 
     async def start(self) -> str:
-        """Listen, and return the address."""
-        self._runner = await listening(self._application(), self._config)
-        self.address = address_of(self._runner)
-        return self.address
+        return await self._listen(self._api)
 
     async def drain_and_stop(self) -> None:
         """Let requests finish within `drain_seconds`; close connections and the service."""
-        self._draining = True
-        if self._running:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._idle.wait(), self._config.drain_seconds)
+        self._api.is_draining = True
+        await self._api.finish()
         await self._service.close()
-        if self._runner is not None:
-            await self._runner.cleanup()
+        await self._hang_up()
 
-    async def __aenter__(self) -> ModelServer:
-        await self.start()
-        return self
 
-    async def __aexit__(self, *_: object) -> None:
-        await self.drain_and_stop()
+class ModelApi(HttpApi):
+    """The handlers; `is_draining` refuses what is new."""
 
-    def _application(self) -> web.Application:
-        app = web.Application(client_max_size=self._config.max_body_bytes)
-        for path, dialect in (
-            ("/v1/chat/completions", CHAT),
-            ("/v1/responses", RESPONSES),
-            ("/v1/messages", ANTHROPIC),
-        ):
-            app.router.add_post(path, self._answering(dialect, self._complete))
-        app.router.add_post("/v1/messages/count_tokens", self._answering(ANTHROPIC, self._count))
-        app.router.add_post("/v1/reward", self._answering(CHAT, self._reward))
-        app.router.add_get("/v1/models", self._answering(CHAT, self._models))
-        app.router.add_get("/v1/models/{name:.+}", self._answering(CHAT, self._model))
-        app.router.add_get("/healthz", self._healthz)
-        app.router.add_get("/readyz", self._healthz)
-        app.router.add_get("/metrics", self._answering(CHAT, self._metrics))
-        app.router.add_route("*", "/{path:.*}", self._answering(CHAT, self._unknown))
-        return app
+    def __init__(self, service: ModelService, config: ServerConfig) -> None:
+        super().__init__(config)
+        self._service = service
+        self._started = time.monotonic()
+        self._version = version("ludus")
+        self.is_draining = False
+        service.metrics.watch("running", "Requests that wait for a reply.", lambda: self._running)
 
-    def _answering(
-        self, dialect: Dialect, handle: Callable[[web.Request, Dialect], Awaitable[web.StreamResponse]]
-    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        """The handler with errors as responses in the API's own form."""
+    def routes(self) -> Iterable[web.RouteDef]:
+        return [
+            *(web.post(path, self._complete) for path in _COMPLETIONS),
+            web.post("/v1/messages/count_tokens", self._count),
+            web.post("/v1/reward", self._reward),
+            web.get("/v1/models", self._models),
+            web.get("/v1/models/{name:.+}", self._model),
+            *(web.get(path, self._healthz) for path in _HEALTH),
+            web.get("/metrics", self._metrics),
+            web.route("*", "/{path:.*}", self._unknown),
+        ]
 
-        async def answer(request: web.Request) -> web.StreamResponse:
-            try:
-                response = await handle(request, dialect)
-            except _TOLD as error:
-                response = _error_response(_as_api_error(error), dialect)
-            finally:
-                release_bytes()
-            status = response.outcome if isinstance(response, EventResponse) else response.status
-            self._service.metrics.count(dialect.name, status)
-            return response
+    def problem(self, request: web.Request, error: Exception) -> web.Response | None:
+        if isinstance(error, web.HTTPException):
+            error = ApiError(error.status, error.reason)
+        if not isinstance(error, _TOLD):
+            return None
+        told = _as_api_error(error)
+        body = _dialect(request).error(told)
+        return json_response(body, told.status, retry_after=told.retry_after)
 
-        return answer
+    def answered(self, request: web.Request, answer: web.StreamResponse, seconds: float) -> None:
+        if request.path not in _HEALTH:
+            status = answer.outcome if isinstance(answer, EventResponse) else answer.status
+            self._service.metrics.count(_dialect(request).name, status)
 
-    async def _complete(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
-        started = time.perf_counter()
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        dialect, started = _dialect(request), time.perf_counter()
         caller = await self._authorize(request)
         data, asked = await self._asked(request, dialect)
         retries = request.headers.get("x-stainless-retry-count", "0")
@@ -180,25 +161,20 @@ class ModelServer:
             retries.isdecimal() and int(retries) > 0,
             _reward_header(request),
         )
-        self._running += 1
-        try:
+        with self.working():
             if asked.stream:
                 return await self._stream(request, dialect, caller, asked, incoming)
             replies = await self._service.complete(caller, asked, incoming)
-        finally:
-            self._running -= 1
-            if self._draining and not self._running:
-                self._idle.set()
         if isinstance(replies, Forwarded):
             return _forwarded(replies)
         self._note(dialect, replies, started)
-        response = _json_response(dialect.body(asked, replies))
+        response = json_response(dialect.body(asked, replies))
         response.headers.update(_left_out(asked))
         return response
 
     async def _asked(self, request: web.Request, dialect: Dialect) -> tuple[bytearray, ModelRequest]:
         """The body, and what it asks for."""
-        data = await request_bytes(request, self._bytes, self._config)
+        data = await self.body(request)
         parsed = await beside_the_loop(len(data), lambda: dialect.parse(_json(data)))
         return data, replace(parsed, size=len(data))
 
@@ -249,54 +225,60 @@ class ModelServer:
             written=sum(reply.completion_tokens for reply in replies),
         )
 
-    async def _count(self, request: web.Request, dialect: Dialect) -> web.Response:
+    async def _count(self, request: web.Request) -> web.Response:
         caller = await self._authorize(request)
-        _, asked = await self._asked(request, dialect)
-        return _json_response({"input_tokens": await self._service.count_tokens(caller, asked)})
+        _, asked = await self._asked(request, ANTHROPIC)
+        return json_response({"input_tokens": await self._service.count_tokens(caller, asked)})
 
-    async def _reward(self, request: web.Request, dialect: Dialect) -> web.Response:
+    async def _reward(self, request: web.Request) -> web.Response:
         caller = await self._authorize(request)
-        data = await request_bytes(request, self._bytes, self._config)
+        data = await self.body(request)
         self._service.reward(caller, _json(data))
-        return _json_response({"ok": True})
+        return json_response({"ok": True})
 
-    async def _models(self, request: web.Request, dialect: Dialect) -> web.Response:
+    async def _models(self, request: web.Request) -> web.Response:
         names = self._service.models(await self._authorize(request))
         listed = [_model(name) for name in names]
         ends = {"first_id": names[0], "last_id": names[-1]} if names else {}
-        return _json_response({"object": "list", "data": listed, "has_more": False, **ends})
+        return json_response({"object": "list", "data": listed, "has_more": False, **ends})
 
-    async def _model(self, request: web.Request, dialect: Dialect) -> web.Response:
+    async def _model(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
         known = self._service.models(await self._authorize(request))
         if name not in known:
             raise unknown_model(name, known)
-        return _json_response(_model(name))
+        return json_response(_model(name))
 
     async def _healthz(self, request: web.Request) -> web.Response:
         body = {
-            "status": "draining" if self._draining else "ok",
+            "status": "draining" if self.is_draining else "ok",
             "version": self._version,
             "uptime": round(time.monotonic() - self._started, 3),
             "running": self._running,
         }
-        is_ready = request.path == "/healthz" or not self._draining
-        return _json_response(body, 200 if is_ready else 503)
+        is_ready = request.path == "/healthz" or not self.is_draining
+        return json_response(body, 200 if is_ready else 503)
 
-    async def _metrics(self, request: web.Request, dialect: Dialect) -> web.Response:
+    async def _metrics(self, request: web.Request) -> web.Response:
         await self._authorize(request)
         return web.Response(body=self._service.metrics.page(), headers={"Content-Type": CONTENT_TYPE})
 
-    async def _unknown(self, request: web.Request, dialect: Dialect) -> web.Response:
+    async def _unknown(self, request: web.Request) -> web.Response:
         served = "POST /v1/chat/completions, /v1/responses, /v1/messages; GET /v1/models"
         raise ApiError(404, f"there is no {request.method} {request.path[:200]}; there are {served}")
 
     async def _authorize(self, request: web.Request) -> Any:
-        if self._draining:
+        if self.is_draining:
             raise ApiError(503, "this server is being stopped", retry_after=1.0)
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        key = given.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        key = bearer_token(request.headers) or request.headers.get("x-api-key", "")
         return await self._service.authorize(request, key)
+
+
+def _dialect(request: web.Request) -> Dialect:
+    """The API that a path belongs to; OpenAI's first one where several share it."""
+    if request.path == "/v1/messages/count_tokens":
+        return ANTHROPIC
+    return _COMPLETIONS.get(request.path, CHAT)
 
 
 def unknown_model(name: str, known: Sequence[str]) -> ApiError:
@@ -342,17 +324,6 @@ def _left_out(asked: ModelRequest) -> dict[str, str]:
 
 def _forwarded(answer: Forwarded) -> web.Response:
     return web.Response(body=answer.body, status=answer.status, content_type=answer.content_type)
-
-
-def _error_response(error: ApiError, dialect: Dialect) -> web.Response:
-    response = _json_response(dialect.error(error), error.status)
-    if error.retry_after is not None:
-        response.headers["Retry-After"] = str(math.ceil(error.retry_after))
-    return response
-
-
-def _json_response(body: Json, status: int = 200) -> web.Response:
-    return web.Response(body=dump(body), status=status, content_type=JSON_TYPE)
 
 
 def _json(data: bytearray) -> Json:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from aiohttp import web
 
 from ludus.chat.streaming import ReplyView, TokenFeed
+from ludus.serve.app import taken
 from ludus.serve.model.requests import (
     ApiError,
     Dialect,
@@ -124,15 +125,12 @@ class EventStream:
 
     async def send(self, data: bytes) -> None:
         """Return when the client has taken enough of it. `ConnectionError` if it does not."""
-        try:
-            async with asyncio.timeout(self._seconds):
-                if not self.response.prepared:
-                    await self.response.prepare(self._request)
-                await self.response.write(data)
-        except TimeoutError:
-            if self._request.transport is not None:
-                self._request.transport.abort()
-            raise ConnectionAbortedError("the client does not read its stream") from None
+        await taken(self._request, self._seconds, self._write(data))
+
+    async def _write(self, data: bytes) -> None:
+        if not self.response.prepared:
+            await self.response.prepare(self._request)
+        await self.response.write(data)
 
     async def follow(self, live: LiveReplies, task: asyncio.Task[object]) -> None:
         """Send what is new until the task has ended."""

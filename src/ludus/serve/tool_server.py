@@ -1,4 +1,4 @@
-"""The HTTP layer: reads and checks requests, calls the service, writes responses.
+"""The tool server: HTTP in front of a `ToolService`. Checks requests, calls the service, writes responses.
 
 Short results are sent whole. A long one is cut into pieces as it is written, and the next piece is made when
 the client has taken enough of those before it. So its text exists once, however slow the client is.
@@ -7,30 +7,36 @@ the client has taken enough of those before it. So its text exists once, however
 from __future__ import annotations
 
 import asyncio
-import functools
-import hmac
-import math
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextvars import ContextVar
+from collections.abc import AsyncIterator, Iterable
 from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
+from ludus.core.failures import ConfigError
 from ludus.core.messages import Json, ToolResult
 from ludus.core.strict_json import explained
-from ludus.remote.threads import run_sync
-from ludus.serve.admission import SMALL, ByteBudget, ByteShare, RequestError
+from ludus.serve.admission import ByteShare, RequestError
+from ludus.serve.app import (
+    HttpApi,
+    bearer_token,
+    beside_the_loop,
+    check_token,
+    held_share,
+    json_response,
+    too_large,
+)
 from ludus.serve.openapi import ENDPOINTS, MOST_MILLISECONDS, docs_page, openapi_document
+from ludus.serve.server import AppServer, check_exposure
 from ludus.serve.service import ServerConfig, ToolService
 from ludus.serve.sessions import ServerSession
 from ludus.serve.telemetry import CONTENT_TYPE, CallOutcome, log_request, request_id
+from ludus.tools.hosting import ToolHost
 from ludus.tools.hosting.host import UNKNOWN
-from ludus.tools.remote_http import is_loopback
 from ludus.tools.wire import (
     DEADLINE_HEADER,
     INSTANCE_HEADER,
@@ -49,45 +55,20 @@ from ludus.tools.wire import (
     task_to_json,
 )
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 B = TypeVar("B", bound=BaseModel)
-T = TypeVar("T")
 
 _KEY = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _PIECE_CHARS = 16_384
-_share: ContextVar[ByteShare | None] = ContextVar("share", default=None)
-"""The request's share of the byte budget, once its body is read."""
 _OPEN_PATHS = frozenset(endpoint.path for endpoint in ENDPOINTS if endpoint.is_open)
 _CALLS = frozenset({"call_in_session", "call_alone", "call_batch", "step"})
 
 
-def _json_response(body: Json, status: int = 200) -> web.Response:
-    return web.Response(body=dump(body), status=status, content_type=JSON_TYPE)
-
-
 def _error_response(error: RequestError) -> web.Response:
-    answer = _json_response({"error": error.body()}, error.kind.status)
-    if error.retry_after is not None:
-        answer.headers["Retry-After"] = str(math.ceil(error.retry_after))
-    return answer
+    return json_response({"error": error.body()}, error.kind.status, retry_after=error.retry_after)
 
 
-async def _stream_response(
-    request: web.Request, lines: AsyncIterator[bytes], seconds: float
-) -> web.StreamResponse:
-    """NDJSON, line by line; a client that reads nothing for `seconds` is disconnected."""
-    answer = web.StreamResponse(headers={"Content-Type": STREAM_TYPE})
-    await answer.prepare(request)
-    try:
-        async for line in lines:
-            async with asyncio.timeout(seconds):
-                await answer.write(line)
-        async with asyncio.timeout(seconds):
-            await answer.write_eof()
-    except TimeoutError:
-        if request.transport is not None:
-            request.transport.abort()
-    return answer
+def _ndjson() -> web.StreamResponse:
+    return web.StreamResponse(headers={"Content-Type": STREAM_TYPE})
 
 
 async def _result_lines(result: ToolResult) -> AsyncIterator[bytes]:
@@ -106,46 +87,67 @@ def _accepted(request: web.Request) -> tuple[bool, bool]:
     return JSON_TYPE in accept or not reads_stream, reads_stream
 
 
-class ToolApi:
+class ToolApi(HttpApi):
     """The handlers of all endpoints, named as in `openapi.ENDPOINTS`."""
 
     def __init__(self, service: ToolService, config: ServerConfig, token: str | None) -> None:
-        self._service, self._config = service, config
-        self._token = None if token is None else token.encode()
+        super().__init__(config)
+        self._service, self._token = service, token
         self._started = time.monotonic()
         self._version = version("ludus")
         document = openapi_document(self._version)
         self._document, self._page = dump(document), docs_page(document)
         self._requests = 0
-        self._bytes = ByteBudget(config.held_bytes)
+
+    def routes(self) -> Iterable[web.RouteDef]:
+        return [
+            web.route(endpoint.method, endpoint.path, getattr(self, endpoint.name), name=endpoint.name)
+            for endpoint in ENDPOINTS
+        ]
 
     def application(self) -> web.Application:
-        app = web.Application(middlewares=[self._guarded], client_max_size=self._config.max_body_bytes)
-        for endpoint in ENDPOINTS:
-            handler: Handler = getattr(self, endpoint.name)
-            app.router.add_route(endpoint.method, endpoint.path, handler, name=endpoint.name)
+        app = super().application()
         app.on_response_prepare.append(self._sign)
         return app
+
+    def admit(self, request: web.Request) -> None:
+        self._requests += 1
+        request_id.set(f"{self._service.instance[:6]}-{self._requests}")
+        if self._token is None or request.path not in _OPEN_PATHS:
+            check_token(request, bearer_token(request.headers), self._token)
+
+    def problem(self, request: web.Request, error: Exception) -> web.Response | None:
+        if isinstance(error, RequestError):
+            self._service.metrics.refused.labels(error.kind.value).inc()
+            return _error_response(error)
+        if isinstance(error, web.HTTPException):
+            return _translated(error, self._config.max_body_bytes)
+        return None
+
+    def answered(self, request: web.Request, answer: web.StreamResponse, seconds: float) -> None:
+        name = request.match_info.route.name
+        if name not in _CALLS or answer.status in (400, 401, 403, 404, 408, 413, 415):
+            log_request(request.method, request.path, answer.status, seconds)
 
     async def open_session(self, request: web.Request) -> web.StreamResponse:
         body = await self._body(request, OpenBody)
         self._service.refuse_when_draining()
         session, is_new = await self._service.sessions.open(body, _deadline(request))
-        return _json_response(await self._described(session), 201 if is_new else 200)
+        return json_response(await self._described(session), 201 if is_new else 200)
 
     async def get_session(self, request: web.Request) -> web.StreamResponse:
         session = await self._service.sessions.get(_key(request, "session"))
-        return _json_response(await self._described(session))
+        return json_response(await self._described(session))
 
     async def close_session(self, request: web.Request) -> web.StreamResponse:
         ended = await self._service.sessions.close(_key(request, "session"), "asked")
-        return _json_response({"ended": ended})
+        return json_response({"ended": ended})
 
     async def call_in_session(self, request: web.Request) -> web.StreamResponse:
         id = _key(request, "session")
         call = await self._body(request, CallBody)
         session = await self._service.sessions.get(id)
-        outcome = await self._service.call(session, call, _deadline(request), _held())
+        outcome = await self._service.call(session, call, _deadline(request), held_share())
         return await self._outcome(request, outcome)
 
     async def step(self, request: web.Request) -> web.StreamResponse:
@@ -155,7 +157,7 @@ class ToolApi:
             key=body.key or secrets.token_hex(12), name="step", arguments={"action": body.action}
         )
         session = await self._service.sessions.get(id)
-        outcome = await self._service.call(session, call, _deadline(request), _held())
+        outcome = await self._service.call(session, call, _deadline(request), held_share())
         return await self._outcome(request, outcome)
 
     async def reset(self, request: web.Request) -> web.StreamResponse:
@@ -165,7 +167,7 @@ class ToolApi:
         session = await self._service.sessions.get(id)
         task = {"task": task_to_json(body.task)}
         await self._service.ask("reset", session, task, _deadline(request))
-        return _json_response(await self._described(session))
+        return json_response(await self._described(session))
 
     async def observation(self, request: web.Request) -> web.StreamResponse:
         return await self._asked(request, "observation")
@@ -177,26 +179,26 @@ class ToolApi:
         return await self._asked(request, "state")
 
     async def envs(self, request: web.Request) -> web.StreamResponse:
-        return _json_response(await self._service.ask("envs", None, {}, _deadline(request)))
+        return json_response(await self._service.ask("envs", None, {}, _deadline(request)))
 
     async def _asked(self, request: web.Request, what: str) -> web.StreamResponse:
         session = await self._service.sessions.get(_key(request, "session"))
         body = {"env": request.query["env"]} if "env" in request.query else {}
-        return _json_response(await self._service.ask(what, session, body, _deadline(request)))
+        return json_response(await self._service.ask(what, session, body, _deadline(request)))
 
     async def cancel_call(self, request: web.Request) -> web.StreamResponse:
         ended = self._service.cancel(_key(request, "session"), _key(request, "key"))
-        return _json_response({"ended": ended})
+        return json_response({"ended": ended})
 
     async def call_alone(self, request: web.Request) -> web.StreamResponse:
         call = await self._body(request, CallBody)
-        outcome = await self._service.call(None, call, _deadline(request), _held())
+        outcome = await self._service.call(None, call, _deadline(request), held_share())
         return await self._outcome(request, outcome)
 
     async def call_batch(self, request: web.Request) -> web.StreamResponse:
         batch = await self._body(request, BatchBody)
         deadline = _deadline(request)
-        share = _held()
+        share = held_share()
         tasks = [asyncio.create_task(self._one(call, deadline, share)) for call in batch.calls]
         try:
             if not _accepted(request)[0]:
@@ -205,19 +207,19 @@ class ToolApi:
                     for next_done in asyncio.as_completed(tasks):
                         yield dump(await next_done) + b"\n"
 
-                return await _stream_response(request, lines(), self._config.client_seconds)
-            return _json_response({"outcomes": await asyncio.gather(*tasks)})
+                return await self.stream(request, _ndjson(), lines())
+            return json_response({"outcomes": await asyncio.gather(*tasks)})
         finally:
             for task in tasks:
                 task.cancel()  # matters only if the client disconnected: the service decides what to cancel
 
     async def healthz(self, request: web.Request) -> web.StreamResponse:
-        return _json_response(self._health())
+        return json_response(self._health())
 
     async def readyz(self, request: web.Request) -> web.StreamResponse:
         health = self._health()
         ready = health["status"] == "ok" and health["alive"] > 0
-        return _json_response(health, 200 if ready else 503)
+        return json_response(health, 200 if ready else 503)
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:
         self._service.metrics.set_pools(await self._service.host.ask("stats", None, {}))
@@ -245,8 +247,8 @@ class ToolApi:
             return _error_response(outcome)
         reads_json, reads_stream = _accepted(request)
         if reads_stream and (not reads_json or len(outcome.content) > self._config.stream_chars):
-            return await _stream_response(request, _result_lines(outcome), self._config.client_seconds)
-        return _json_response(result_to_json(outcome))
+            return await self.stream(request, _ndjson(), _result_lines(outcome))
+        return json_response(result_to_json(outcome))
 
     async def _described(self, session: ServerSession) -> Json:
         tools: list[Json] = []
@@ -275,139 +277,70 @@ class ToolApi:
 
     async def _body(self, request: web.Request, model: type[B]) -> B:
         """The validated body; `RequestError` if it is too large, too slow, too deep or not JSON."""
-        data = await request_bytes(request, self._bytes, self._config)
+        data = await self.body(request)
         try:
             return await beside_the_loop(len(data), model.model_validate_json, data)
         except ValidationError as error:
             raise RequestError(ErrorKind.BAD_REQUEST, explained(error)) from None
 
-    @web.middleware
-    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Around every request: authentication, errors as responses, a line in the log."""
-        started = time.monotonic()
-        self._requests += 1
-        _share.set(None)
-        request_id.set(f"{self._service.instance[:6]}-{self._requests}")
-        try:
-            self._check_caller(request)
-            answer = await handler(request)
-        except RequestError as error:
-            self._service.metrics.refused.labels(error.kind.value).inc()
-            answer = _error_response(error)
-        except web.HTTPException as error:
-            answer = _translated(error, self._config.max_body_bytes)
-        finally:
-            release_bytes()
-        name = request.match_info.route.name
-        if name not in _CALLS or answer.status in (400, 401, 403, 404, 408, 413, 415):
-            seconds = time.monotonic() - started
-            log_request(request.method, request.path, answer.status, seconds)
-        return answer
-
-    def _check_caller(self, request: web.Request) -> None:
-        if self._token is not None and request.path in _OPEN_PATHS:
-            return
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        check_token(request, given if scheme.lower() == "bearer" else "", self._token)
-
     async def _sign(self, request: web.Request, response: web.StreamResponse) -> None:
         response.headers[INSTANCE_HEADER] = self._service.instance
 
 
-def check_token(request: web.Request, given: str, token: bytes | None) -> None:
-    """`RequestError` unless the token is right; without one, unless the request came by a loopback name."""
-    if token is None:
-        if not _is_loopback_name(request.host):
-            # DNS rebinding: a web page whose name points here would otherwise pass for a local client.
-            message = "without a token this server answers to loopback names only"
-            raise RequestError(ErrorKind.FORBIDDEN, message)
-    elif not hmac.compare_digest(given.strip().encode("utf-8", "replace"), token):
-        message = "send the header 'Authorization: Bearer TOKEN' with this server's token"
-        raise RequestError(ErrorKind.UNAUTHORIZED, message)
+class ToolServer(AppServer):
+    """A tool server in this event loop: `start`, then `drain_and_stop`; or `async with`."""
 
+    def __init__(
+        self, host: ToolHost, config: ServerConfig | None = None, *, token: str | None = None
+    ) -> None:
+        super().__init__(config)
+        check_exposure(self._config.host, token)
+        self._host, self._token = host, token
+        self._sweeper: asyncio.Task[None] | None = None
+        self.service: ToolService | None = None
 
-def _held() -> ByteShare:
-    share = _share.get()
-    assert share is not None, "the body is read first"
-    return share
+    async def start(self) -> str:
+        """Build the tools, listen, and return the address."""
+        config = self._config
+        try:
+            facts = {one.spec.name: one for one in await self._host.start()}
+            self._check_limits(list(facts))
+            self.service = ToolService(self._host, facts, config)
+            address = await self._listen(ToolApi(self.service, config, self._token))
+        except BaseException:
+            await self._stop()
+            raise
+        self._sweeper = asyncio.create_task(self.service.sessions.sweep())
+        return address
 
+    async def drain_and_stop(self) -> None:
+        """Let running calls finish within `drain_seconds`; close sessions, connections and the host."""
+        if self.service is not None:
+            await self.service.drain()
+        await self._stop()
 
-async def request_bytes(request: web.Request, budget: ByteBudget, config: ServerConfig) -> bytearray:
-    """The body of a JSON request; `RequestError` if it is too large, too slow, or something else.
+    async def _stop(self) -> None:
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            await asyncio.wait((self._sweeper,))
+        await self._hang_up()
+        await self._host.stop()
 
-    Its bytes count until `release_bytes`.
-    """
-    if request.content_type != JSON_TYPE:
-        # Also keeps web pages out: a browser sends a CORS preflight before JSON across origins.
-        message = f"send {JSON_TYPE}, not {request.content_type}"
-        raise RequestError(ErrorKind.UNSUPPORTED_TYPE, message)
-    if (request.charset or "utf-8").lower() not in ("utf-8", "utf8"):
-        message = f"send UTF-8, not charset={request.charset!s:.40}"
-        raise RequestError(ErrorKind.UNSUPPORTED_TYPE, message)
-    packing = request.headers.get("Content-Encoding", "identity")
-    if packing.lower() != "identity":
-        message = f"send the body as it is, without Content-Encoding: {packing[:40]}"
-        raise RequestError(ErrorKind.UNSUPPORTED_TYPE, message)
-    size = request.content_length
-    if size is not None and size > config.max_body_bytes:
-        raise _too_large(config.max_body_bytes)
-    share = budget.share()
-    _share.set(share)
-    try:
-        return await _read(request, share, config.max_body_bytes, config.client_seconds)
-    except TimeoutError:
-        request.protocol.keep_alive(False)
-        raise RequestError(ErrorKind.SLOW_CLIENT, "the request took too long to arrive") from None
-    except (web.RequestPayloadError, ConnectionError) as error:
-        raise RequestError(ErrorKind.BAD_REQUEST, f"the body could not be read: {error}") from None
-
-
-async def beside_the_loop(size: int, function: Callable[..., T], *args: Any) -> T:
-    """Run a function of a request's data, in a thread where there is much of it: others need not wait."""
-    return function(*args) if size <= SMALL else await run_sync(function, *args)
-
-
-def release_bytes() -> None:
-    """The request that is being answered needs its body no more."""
-    if (share := _share.get()) is not None:
-        share.release()
-        _share.set(None)
-
-
-async def _read(request: web.Request, share: ByteShare, most: int, seconds: float) -> bytearray:
-    """The body; `TimeoutError` if the client takes longer, not counting the wait for memory.
-
-    Not by `request.read`, which keeps a copy for as long as the request lasts.
-    """
-    loop = asyncio.get_running_loop()
-    data, left = bytearray(), seconds
-    if request.content.is_eof():  # it came together with the headers, as small ones do
-        data += request.content.read_nowait()
-        if len(data) > most:
-            raise _too_large(most)
-        await share.grow(len(data), seconds)
-        return data
-    while True:
-        started = loop.time()
-        async with asyncio.timeout(left):
-            chunk = await request.content.readany()
-        left -= loop.time() - started
-        if not chunk:
-            return data
-        data += chunk
-        if len(data) > most:
-            raise _too_large(most)
-        await share.grow(len(data), seconds)
-
-
-def _too_large(most: int) -> RequestError:
-    return RequestError(ErrorKind.TOO_LARGE, f"a request may have {most:,} bytes at most")
+    def _check_limits(self, tools: list[str]) -> None:
+        for name, limit in self._config.tool_concurrency.items():
+            if name not in tools:
+                known = ", ".join(sorted(tools))
+                raise ConfigError(
+                    f"a limit is set for {name!r}, which is no tool here; there are {known}"
+                )
+            if limit < 1:
+                raise ConfigError(f"the limit of {name!r} must be at least 1, not {limit}")
 
 
 def _translated(error: web.HTTPException, max_body_bytes: int) -> web.Response:
     """What aiohttp itself refuses, as a `RequestError` response."""
     if error.status == 413:
-        return _error_response(_too_large(max_body_bytes))
+        return _error_response(too_large(max_body_bytes))
     kind, message = ErrorKind.BAD_REQUEST, error.reason or "bad request"
     if error.status == 404:
         kind, message = ErrorKind.NOT_FOUND, "there is no such path; see /docs"
@@ -436,9 +369,3 @@ def _deadline(request: web.Request) -> float | None:
         message = f"{DEADLINE_HEADER} is a whole number of milliseconds, {MOST_MILLISECONDS:,} at most"
         raise RequestError(ErrorKind.BAD_REQUEST, message)
     return asyncio.get_running_loop().time() + int(text) / 1000
-
-
-@functools.lru_cache(maxsize=64)
-def _is_loopback_name(host: str) -> bool:
-    name = host.rpartition(":")[0] if re.search(r":[0-9]+$", host) else host
-    return is_loopback(name.strip("[]").lower())
