@@ -403,7 +403,7 @@ async def test_a_client_that_does_not_read_holds_up_nobody_and_is_disconnected()
             await loop.sock_sendall(lazy, head.encode() + body)
             await until(lambda: engine.said == 1)  # it went on to its end
             (sampling,) = session._sampling.values()
-            await until(lambda: server._running == 0)  # disconnected: the handler has ended
+            await until(lambda: server._api._running == 0)  # disconnected: the handler has ended
             assert sampling.waiters == 0 and all(not one.readers for one in [sampling.feed] if one)
 
 
