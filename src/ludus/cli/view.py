@@ -6,7 +6,6 @@ import asyncio
 import webbrowser
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -24,7 +23,7 @@ def run_viewer(
     token: str | None,
     browser: bool,
 ) -> None:
-    """Serve until Ctrl-C. Rooms of one level do not import each other, so the viewer is loaded by its name."""
+    """Serve until Ctrl-C."""
     for package in ("aiohttp", "duckdb"):
         try:
             import_module(package)
@@ -33,14 +32,15 @@ def run_viewer(
     if overrides and play is None:
         raise ConfigError(f"{overrides[0]} is for --play, which names a recipe or a run")
     console = Console()
-    viewer: Any = import_module("ludus.viewer")
+    from ludus.viewer import ViewerConfig, serve_viewer
+
     loaded = None
     if play is not None:
         from ludus.cli.eval import load
 
         console.print(Text(f"loading {play}"), soft_wrap=True)
         loaded = load(play, overrides, model)
-    config = viewer.ViewerConfig(folder, host, port, token or None, loaded)
+    config = ViewerConfig(folder, host, port, token or None, loaded)
 
     def ready(address: str) -> None:
         console.print(Text(f"{folder}: {address}"), soft_wrap=True)
@@ -48,4 +48,4 @@ def run_viewer(
         if browser:
             webbrowser.open(address)
 
-    asyncio.run(viewer.serve_viewer(config, ready))
+    asyncio.run(serve_viewer(config, ready))

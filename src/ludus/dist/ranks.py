@@ -15,12 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from ludus.core.failures import ConfigError
-from ludus.core.registry import load_reference
 from ludus.dist.actors import RunActor
 from ludus.dist.cluster import RayCluster, cause_of, interface_of, load_ray
-
-SPAWN = "ludus.training.ranks.processes:spawn_rank"
-"""By name: training stands beside this room."""
+from ludus.training.ranks.processes import spawn_rank
 
 
 class RankActor(RunActor):
@@ -38,7 +35,7 @@ class RankActor(RunActor):
         if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
         # Ray shows an actor its own GPU only, so that this is the first one
-        process = load_reference(SPAWN)({**variables, "LOCAL_RANK": "0"})
+        process = spawn_rank({**variables, "LOCAL_RANK": "0"})
         await self.tell({"pid": process.pid})
         code: int = await asyncio.to_thread(process.wait)
         return code

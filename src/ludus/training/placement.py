@@ -1,7 +1,7 @@
 """Where a run's processes live: on this machine, or on the nodes of a cluster.
 
-What is asked of a cluster stands here; Ray's answer is in `ludus.dist`, which stands beside this room and is
-loaded by its name when a recipe asks for it.
+What is asked of a cluster stands here; Ray's answer is in `ludus.dist`, above this room, and is found by its
+entry point when a recipe asks for it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from ludus.core.failures import ConfigError
 from ludus.core.generation import Engine
 from ludus.core.messages import ToolSet
-from ludus.core.registry import load_reference
+from ludus.core.registry import Registry
 from ludus.engine import EngineConfig
 from ludus.tools.hosting import ToolReference
 from ludus.training.config.cluster import launched_rank
@@ -22,7 +22,8 @@ from ludus.training.hosting import HostedParts, with_hosted
 from ludus.training.models.loading import device_of
 from ludus.training.ranks.processes import RankLauncher
 
-RAY = "ludus.dist.placement:RayPlacement"
+PLACEMENTS = Registry("placement of processes", group="ludus.placements")
+"""Ways to place the processes of a run on several machines, by name."""
 
 
 class Placement(RankLauncher, Protocol):
@@ -58,7 +59,7 @@ def place(recipe: Recipe, run: str, plan: HostedParts) -> Placement | None:
             "cluster.address and cluster.nodes have Ray start the trainer ranks, and torchrun has started "
             "some: leave out either"
         )
-    made: Placement = load_reference(RAY)(
+    made: Placement = PLACEMENTS.load("ray")(
         run,
         address=cluster.address,
         nodes=cluster.nodes,

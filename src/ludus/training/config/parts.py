@@ -13,7 +13,7 @@ from typing import Any
 from ludus.core.audit import Audit
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Message
-from ludus.core.registry import load_reference
+from ludus.core.registry import Registry, load_reference
 from ludus.core.task import Task
 from ludus.envs import Env, env_name, load_env
 from ludus.rewards import build_group_reward, build_reward
@@ -130,7 +130,8 @@ def _shown(factory: Any) -> str:
     return f"{factory.__module__}:{getattr(factory, '__qualname__', type(factory).__name__)}"
 
 
-PROGRAM_AGENT = "ludus.serve.model.programs:ProgramAgent"
+AGENTS = Registry("agent", group="ludus.agents")
+"""Agents of higher rooms: `program` plays a command or function through the model server."""
 
 
 def load_parts(recipe: Recipe) -> Parts:
@@ -273,7 +274,7 @@ def _program(program: str | Callable[..., Any], recipe: Recipe) -> Agent:
         raise ConfigError(
             "a program has tools of its own, which it offers with each request: leave out agent.tools"
         )
-    made: Agent = load_reference(PROGRAM_AGENT)(program, recipe.agent.program, recipe.agent.sandbox)
+    made: Agent = AGENTS.load("program")(program, recipe.agent.program, recipe.agent.sandbox)
     return made
 
 

@@ -369,7 +369,9 @@ def _backend(cluster: ClusterConfig, device: torch.device) -> str:
     return f"cpu:gloo,{device.type}:{'nccl' if cluster.backend == 'auto' else cluster.backend}"
 
 
-def spawn_rank(variables: Mapping[str, str], program: type[Program] = Program) -> RankProcess:
+def spawn_rank(
+    variables: Mapping[str, str], program: type[Program] = Program
+) -> subprocess.Popen[bytes]:
     """Start a rank on this machine. It ends when this process does."""
     paths = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     environment = {**os.environ, **variables, "PYTHONPATH": paths, WATCHED: "1"}
