@@ -6,14 +6,20 @@ every rank. What `make` and `shard` have made is named by number in later calls,
 
 from __future__ import annotations
 
+import copy
 import io
 import pickle
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
+from ludus.model.images import ImageProcessor
 from ludus.training.config.cluster import ClusterConfig
 from ludus.training.models.sharded import layers_of
 from ludus.training.optim.sharding import RankGroup, ShardedModel, current_group, shard
@@ -49,6 +55,27 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, given: Any) -> int | None:
         return self._numbers.get(id(given))
 
+    def reducer_override(self, given: Any) -> Any:
+        if not isinstance(given, ImageProcessor):
+            return NotImplemented
+        with tempfile.TemporaryDirectory() as folder:
+            given.save(Path(folder))
+            files = {one.name: one.read_bytes() for one in Path(folder).iterdir() if one.is_file()}
+        return loaded_processor, (files,)
+
+
+def loaded_processor(files: dict[str, bytes]) -> ImageProcessor:
+    with tempfile.TemporaryDirectory() as folder:
+        for name, data in files.items():
+            Path(folder, name).write_bytes(data)
+        return ImageProcessor.load(folder)
+
+
+def packed(given: Any) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file, {}).dump(given)
+    return file.getvalue()
+
 
 class _Unpickler(pickle.Unpickler):
     def __init__(self, packed: bytes, objects: dict[int, Any]) -> None:
@@ -76,7 +103,7 @@ class CalledRanks:
 
     def shard(self, model: nn.Module) -> nn.Module:
         """A copy of the model, of which every rank has its part."""
-        return model if self.size == 1 else self.make(shard_whole, pickle.dumps(model))
+        return model if self.size == 1 else self.make(shard_whole, packed(bare(model)))
 
     def publish(self, policy: nn.Module, model: nn.Module) -> None:
         """Gather what was trained into a whole model here."""
@@ -101,8 +128,22 @@ class CalledRanks:
         self.ranks.close()
 
 
-def shard_whole(packed: bytes) -> ShardedModel:
-    model = pickle.loads(packed)
+def bare(model: nn.Module) -> nn.Module:
+    """A copy without the hooks by which transformers notes outputs; it puts them in again."""
+    made = copy.deepcopy(model)
+    for module in made.modules():
+        module.__dict__.pop("_output_capturing_hooks_installed", None)
+        for number, hook in list(module._forward_hooks.items()):
+            if "output_captur" in hook.__qualname__:
+                del module._forward_hooks[number]
+    return made
+
+
+def shard_whole(given: bytes) -> ShardedModel:
+    model = pickle.loads(given)
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):  # as its constructor does
+            _CAN_RECORD_REGISTRY[module] = module._can_record_outputs
     return shard(model, current_group(), layers_of(model))
 
 
