@@ -28,7 +28,7 @@ from ludus.engine.servers.vllm_check import ServeOptions, serve_command, shell_l
 from ludus.engine.servers.vllm_server import VllmOptions, VllmServer
 from ludus.engine.servers.vllm_weights import HEAD, with_head
 from ludus.llm import Address
-from ludus.llm.http import BadResponse
+from ludus.remote.client import BadResponse
 
 TOKENIZER = ByteTokenizer()
 VOCABULARY = TOKENIZER.vocabulary_size

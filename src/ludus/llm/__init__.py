@@ -7,7 +7,7 @@ of one. Judges, rubrics and synthesis use nothing else.
 from ludus.llm.address import API_KEY, Address, is_address
 from ludus.llm.cache import CachedChatModel
 from ludus.llm.config import ChatModelConfig, load_chat_model
-from ludus.llm.http import HttpClient, RetryPolicy
+from ludus.llm.http import ModelServerClient
 from ludus.llm.json_reply import JsonReply, UnusableReply, ask_json, parse_json
 from ludus.llm.limits import (
     BudgetExceeded,
@@ -18,6 +18,7 @@ from ludus.llm.limits import (
     LimitedChatModel,
 )
 from ludus.llm.remote import ChatError, RemoteChatModel
+from ludus.remote.client import RetryPolicy
 
 __all__ = [
     "API_KEY",
@@ -30,9 +31,9 @@ __all__ = [
     "ChatModelConfig",
     "ChatUsage",
     "CountsUsage",
-    "HttpClient",
     "JsonReply",
     "LimitedChatModel",
+    "ModelServerClient",
     "RemoteChatModel",
     "RetryPolicy",
     "UnusableReply",

@@ -19,9 +19,10 @@ from ludus.core.messages import Message
 from ludus.core.registry import Registry
 from ludus.llm.address import Address, is_address
 from ludus.llm.cache import CachedChatModel
-from ludus.llm.http import HttpClient, RetryPolicy
+from ludus.llm.http import ModelServerClient
 from ludus.llm.limits import ChatBudget, ChatLimits, LimitedChatModel
 from ludus.llm.remote import RemoteChatModel
+from ludus.remote.client import RetryPolicy
 from ludus.remote.threads import run_sync
 
 POLICY = "policy"
@@ -95,7 +96,7 @@ async def check_reachable(*specs: str | Mapping[str, Any]) -> None:
         config = ChatModelConfig.parse(model_table(spec), "the table of a model")
         if not is_address(config.address):
             continue
-        client = HttpClient(_key(config.key_variable), 1)
+        client = ModelServerClient(_key(config.key_variable), 1)
         try:
             await client.reach(Address.parse(config.address))
         finally:

@@ -32,8 +32,9 @@ from ludus.core.registry import load_reference
 from ludus.core.user_code import error_with_location
 from ludus.llm.address import Address, is_address
 from ludus.llm.embedding_models import POOLING, EmbeddingStyle, Kind, read_style, style_by_name
-from ludus.llm.http import BadResponse, HttpClient, RequestFailed, RetryPolicy, refusal
+from ludus.llm.http import ModelServerClient, refusal
 from ludus.llm.remote import ChatError
+from ludus.remote.client import BadResponse, RequestFailed, RetryPolicy
 from ludus.remote.threads import run_coroutine
 
 log = logging.getLogger(__name__)
@@ -148,7 +149,7 @@ class RemoteEmbedder:
     ) -> None:
         self.address = Address.parse(address) if isinstance(address, str) else address
         self._policy = policy or RetryPolicy(seconds=120.0, unusable=2)  # vectors are not sampled
-        self._http = HttpClient(key, _REQUESTS_AT_ONCE)
+        self._http = ModelServerClient(key, _REQUESTS_AT_ONCE)
         self.style = style_by_name(self.address.model or "") or EmbeddingStyle()
         self._most_chars = _MOST_CHARS
 

@@ -15,16 +15,8 @@ from ludus.core.chat import ChatOptions, ChatReply
 from ludus.core.failures import Boundary, InfraError
 from ludus.core.messages import Json, Media, Message
 from ludus.llm.address import Address
-from ludus.llm.http import (
-    BadResponse,
-    HttpClient,
-    RequestFailed,
-    RetryPolicy,
-    checked_text,
-    first_choice,
-    refusal,
-    token_count,
-)
+from ludus.llm.http import ModelServerClient, checked_text, first_choice, refusal, token_count
+from ludus.remote.client import BadResponse, RequestFailed, RetryPolicy
 from ludus.remote.per_loop import PerLoop
 
 log = logging.getLogger(__name__)
@@ -101,7 +93,7 @@ class RemoteChatModel:
         self._name = name
         self._policy = policy or RetryPolicy()
         self._request = dict(request or {})
-        self._http = HttpClient(key, connections)
+        self._http = ModelServerClient(key, connections)
         self._deadlines = PerLoop(_Deadlines)
         self._takes_json_mode = True
 
@@ -137,7 +129,7 @@ class RemoteChatModel:
         read = partial(_read_reply, max_tokens=options.max_tokens, sent_chars=sent)
         deadlines = await self._deadlines.get()
         reply = await self._http.request(
-            "POST", url, body, self._policy, read, timeout=deadlines.timeout
+            "POST", url, body, self._policy, read, repeatable=True, timeout=deadlines.timeout
         )
         deadlines.put_off()
         return reply

@@ -26,16 +26,14 @@ from urllib.parse import quote, urlsplit
 
 from ludus.core.failures import ConfigError, Fault, InfraError
 from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult, ToolSpec
+from ludus.remote.client import NotConnected, ResponseLost, UnknownHost, retry_after
 from ludus.remote.session import EpisodeLost, EpisodeState, OutcomeUnknown, check_repeatable
 from ludus.remote.time_limit import queueing
 from ludus.tools.hosting.host import UNKNOWN, ToolFacts
 from ludus.tools.remote_http import (
-    NotConnected,
-    ResponseLost,
     RetryBudget,
     ServerResponse,
     ToolHttpClient,
-    UnknownHost,
     error_of,
     failure_of,
     in_order,
@@ -44,7 +42,6 @@ from ludus.tools.remote_http import (
     normalized,
     own_token,
     result_of,
-    retry_after,
     unsendable,
 )
 from ludus.tools.toolset import malformed, unknown_tool
@@ -272,7 +269,7 @@ class RemoteTools:
         budget.attempts += 1
         left = budget.seconds_left
         try:
-            response = await self._http.send(method, url, data, min(left, within or left))
+            response = await self._http.attempt(method, url, data, min(left, within or left))
         except TimeoutError as error:
             if within is not None and within < left:
                 raise ResponseLost(f"{url}: no answer within {within:g} seconds") from error
@@ -339,7 +336,7 @@ class RemoteTools:
                     if refusal.kind not in _NOT_TAKEN:
                         raise failure_of(refusal, budget.attempts, address)
                     self.counters.refused += 1
-                    problem, wait = refusal.message, max(wait, retry_after(refusal))
+                    problem, wait = refusal.message, max(wait, retry_after(refusal.retry_after))
                 if not wait:
                     budget.unreachable()
                 await budget.pause(problem, wait)
@@ -366,7 +363,7 @@ class RemoteTools:
             self.counters.refused += 1
             if error.kind is ErrorKind.DRAINING and len(self._addresses) > 1 and not session.has_state:
                 self._drop_session(episode, session)
-            await budget.pause(error.message, retry_after(error))
+            await budget.pause(error.message, retry_after(error.retry_after))
         elif error.kind in _SESSION_GONE:
             if session.has_state:
                 self.counters.lost += not episode.state.lost
@@ -454,7 +451,7 @@ class RemoteTools:
 
     async def _delete(self, url: str) -> None:
         try:
-            await self._http.send("DELETE", url, None, _CLOSE_SECONDS)
+            await self._http.attempt("DELETE", url, None, _CLOSE_SECONDS)
         except (NotConnected, ResponseLost, TimeoutError) as error:
             _log.info("the server could not be told that something ended: %s", error)
 

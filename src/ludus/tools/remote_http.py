@@ -9,7 +9,6 @@ import json
 import logging
 import math
 import os
-import random
 import resource
 import secrets
 import time
@@ -25,8 +24,7 @@ from pydantic import TypeAdapter
 from ludus.core.failures import Boundary, ConfigError, InfraError
 from ludus.core.messages import Json, ToolResult
 from ludus.core.strict_json import decode
-from ludus.llm.http import load_aiohttp
-from ludus.remote.per_loop import PerLoop
+from ludus.remote.client import ConnectionFailed, HttpClient, ResponseLost, backoff
 from ludus.remote.session import OutcomeUnknown
 from ludus.tools.wire import (
     DEADLINE_HEADER,
@@ -44,11 +42,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _ERROR = TypeAdapter(ErrorBody)
-_PURPOSE = "calling tools on a server"
 _CONNECT_SECONDS = 5.0
 _MOST_BYTES = 256 * 1024 * 1024
 _DEEPEST = 100
-_LONGEST_RETRY_AFTER = 60.0
 _OUR_MISTAKE = frozenset(
     {ErrorKind.UNAUTHORIZED, ErrorKind.FORBIDDEN, ErrorKind.NOT_FOUND, ErrorKind.BAD_TASK}
 )
@@ -84,18 +80,6 @@ def own_token() -> tuple[str, Path]:
     return path.read_text(encoding="ascii").strip(), path
 
 
-class NotConnected(Exception):
-    """No connection was made, so nothing was sent."""
-
-
-class UnknownHost(NotConnected):
-    """The name of the host has no address."""
-
-
-class ResponseLost(Exception):
-    """The request may have arrived, but its answer did not."""
-
-
 @dataclass(frozen=True, slots=True)
 class ServerResponse:
     """An answer. `content` is the text of a result that came as a stream."""
@@ -106,8 +90,8 @@ class ServerResponse:
     content: str | None = None
 
 
-class ToolHttpClient:
-    """Sends requests, each once. Whether to send again is decided by who knows what it was."""
+class ToolHttpClient(HttpClient):
+    """Sends requests, each once: whether to send one again depends on what it was (`RetryBudget`)."""
 
     def __init__(self, token: str | None, connections: int, where: str) -> None:
         """`connections` are the most at a time; requests beyond wait for one of them. `where` names the servers
@@ -117,35 +101,31 @@ class ToolHttpClient:
         self._where = where
         self._silent_since: float | None = None
         self._say_at, self._was_told = 0.0, False
-        self._connections = connections
-        self._headers = {"Accept": f"{JSON_TYPE}, {STREAM_TYPE}", "Content-Type": JSON_TYPE}
+        headers = {"Accept": f"{JSON_TYPE}, {STREAM_TYPE}", "Content-Type": JSON_TYPE}
         if token:
-            self._headers["Authorization"] = f"Bearer {token}"
-        self._sessions = PerLoop(self._make)
+            headers["Authorization"] = f"Bearer {token}"
+        super().__init__(
+            headers,
+            purpose="calling tools on a server",
+            connect_seconds=_CONNECT_SECONDS,
+            most_bytes=_MOST_BYTES,
+            limit=_affordable(connections),
+            keepalive_timeout=30.0,
+        )
 
-    async def send(
+    async def attempt(
         self, method: str, url: str, data: bytes | None, seconds: float | None
     ) -> ServerResponse:
-        """One attempt; `TimeoutError` when the answer takes longer than `seconds`."""
-        aiohttp = load_aiohttp(purpose=_PURPOSE)
-        session = await self._sessions.get()
+        """One attempt; `TimeoutError` when the answer takes longer than `seconds`, or `ConnectionFailed`."""
         headers = {} if seconds is None else {DEADLINE_HEADER: str(max(0, int(seconds * 1000)))}
         try:
             async with (
                 asyncio.timeout(seconds),
-                session.request(
-                    method, url, data=data, headers=headers, allow_redirects=False
-                ) as response,
+                self.open(method, url, data=data, headers=headers) as response,
             ):
-                answer = await _read(response)
-        except aiohttp.ClientConnectorDNSError as error:
-            raise UnknownHost(f"{url}: {error}") from error
-        except aiohttp.ClientConnectorError as error:
-            raise NotConnected(f"{url}: {error}") from error
-        except aiohttp.ConnectionTimeoutError as error:
-            raise NotConnected(f"{url}: no connection within {_CONNECT_SECONDS:g} seconds") from error
-        except (aiohttp.ClientError, ConnectionError) as error:
-            raise ResponseLost(f"{url}: {type(error).__name__}: {error}") from error
+                answer = await self._answer(response)
+        except ConnectionFailed as error:
+            raise type(error)(f"{url}: {error}") from error
         self.has_answered = True
         return answer
 
@@ -168,79 +148,54 @@ class ToolHttpClient:
                 *(self._where, now - self._silent_since, problem, patience),
             )
 
-    async def close(self) -> None:
-        """Close the connections of this event loop."""
-        await self._sessions.close()
-
-    def _make(self) -> aiohttp.ClientSession:
-        http = load_aiohttp(purpose=_PURPOSE)
-        session: aiohttp.ClientSession = http.ClientSession(
-            connector=http.TCPConnector(limit=_affordable(self._connections), keepalive_timeout=30.0),
-            timeout=http.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
-            headers=self._headers,
-            cookie_jar=http.DummyCookieJar(),
-        )
-        return session
-
-
-async def _read(response: aiohttp.ClientResponse) -> ServerResponse:
-    instance = response.headers.get(INSTANCE_HEADER, "")
-    if response.content_type == STREAM_TYPE:
-        body, content = await _read_stream(response)
-        return ServerResponse(response.status, body, instance, content)
-    data = bytearray()
-    async for piece in response.content.iter_any():
-        data += piece
-        _check_size(len(data))
-    try:
-        body = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        if response.status in (
-            404,
-            405,
-        ):  # an answer of something else, which trying again does not change
-            raise InfraError(
-                Boundary.SERVER,
-                f"{response.url} answered {response.status}, and not in JSON: no tool or environment server of "
-                "Ludus; is the address right?",
-                retriable=False,
+    async def _answer(self, response: aiohttp.ClientResponse) -> ServerResponse:
+        instance = response.headers.get(INSTANCE_HEADER, "")
+        if response.content_type == STREAM_TYPE:
+            body, content = await self._stream(response)
+            return ServerResponse(response.status, body, instance, content)
+        data = await self.read(response)
+        try:
+            body = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            if response.status in (404, 405):  # something else, which trying again does not change
+                raise InfraError(
+                    Boundary.SERVER,
+                    f"{response.url} answered {response.status}, and not in JSON: no tool or environment server of "
+                    "Ludus; is the address right?",
+                    retriable=False,
+                ) from error
+            raise ResponseLost(
+                f"status {response.status} with a body that is not JSON: {error}"
             ) from error
-        raise ResponseLost(f"status {response.status} with a body that is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise ResponseLost(f"status {response.status} with a body that is no object")
-    if response.status >= 500 and not isinstance(body.get("error"), dict):
-        raise ResponseLost(
-            f"status {response.status} from something that is no tool server: a proxy, perhaps"
-        )
-    return ServerResponse(response.status, body, instance)
+        if not isinstance(body, dict):
+            raise ResponseLost(f"status {response.status} with a body that is no object")
+        if response.status >= 500 and not isinstance(body.get("error"), dict):
+            raise ResponseLost(
+                f"status {response.status} from something that is no tool server: a proxy, perhaps"
+            )
+        return ServerResponse(response.status, body, instance)
 
-
-async def _read_stream(response: aiohttp.ClientResponse) -> tuple[Json, str]:
-    """A result in lines: a head, pieces of text, and an end that says how much there was."""
-    head: Json | None = None
-    pieces: list[str] = []
-    rest, size = b"", 0
-    try:
-        async for data in response.content.iter_any():
-            size += len(data)
-            _check_size(size)
-            *lines, rest = (rest + data).split(b"\n")
-            for line in lines:
-                message = json.loads(line)
-                if "result" in message:
-                    head = message["result"]
-                elif "text" in message:
-                    pieces.append(message["text"])
-                elif message.get("end") == sum(map(len, pieces)) and head is not None:
-                    return head, "".join(pieces)
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise ResponseLost(f"a stream that could not be read: {error}") from error
-    raise ResponseLost("a stream that ended too early")
-
-
-def _check_size(size: int) -> None:
-    if size > _MOST_BYTES:
-        raise ResponseLost(f"an answer of more than {_MOST_BYTES:,} bytes")
+    async def _stream(self, response: aiohttp.ClientResponse) -> tuple[Json, str]:
+        """A result in lines: a head, pieces of text, and an end that says how much there was."""
+        head: Json | None = None
+        pieces: list[str] = []
+        rest, size = b"", 0
+        try:
+            async for data in response.content.iter_any():
+                size += len(data)
+                self.check_size(size)
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    message = json.loads(line)
+                    if "result" in message:
+                        head = message["result"]
+                    elif "text" in message:
+                        pieces.append(message["text"])
+                    elif message.get("end") == sum(map(len, pieces)) and head is not None:
+                        return head, "".join(pieces)
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise ResponseLost(f"a stream that could not be read: {error}") from error
+        raise ResponseLost("a stream that ended too early")
 
 
 def _affordable(connections: int) -> int:
@@ -250,7 +205,7 @@ def _affordable(connections: int) -> int:
 
 
 class RetryBudget:
-    """One operation's attempts: exponential backoff with full jitter, within one deadline."""
+    """One operation's attempts: doubling pauses with jitter (`backoff`), within one deadline."""
 
     def __init__(self, http: ToolHttpClient, seconds: float, unreachable_seconds: float) -> None:
         self._http = http
@@ -293,8 +248,7 @@ class RetryBudget:
             if self._http.has_answered:
                 raise InfraError(Boundary.SERVER, message, attempts=self.attempts)
             raise self.never_reached(message)
-        longest = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(self.attempts, 20))
-        delay = at_least + random.uniform(0.0, longest)
+        delay = backoff(max(0, self.attempts - 1), _FIRST_PAUSE, _LONGEST_PAUSE, at_least)
         await asyncio.sleep(min(delay, self.seconds_left))
 
     def too_late(self) -> InfraError:
@@ -382,11 +336,6 @@ def error_of(reply: ServerResponse) -> ErrorBody:
         return decode(_ERROR, {name: said[name] for name in ErrorBody.model_fields if name in said})
     except ValueError as problem:
         raise nonsense(f"status {reply.status}, {problem}") from problem
-
-
-def retry_after(error: ErrorBody) -> float:
-    """How long the server asks us to wait, within reason."""
-    return min(max(error.retry_after or 0.0, 0.0), _LONGEST_RETRY_AFTER)
 
 
 def failure_of(error: ErrorBody, attempts: int, address: str) -> Exception:

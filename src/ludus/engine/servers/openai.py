@@ -36,7 +36,8 @@ from ludus.engine.servers.openai_api import (
     write_hermes,
 )
 from ludus.llm.address import Address
-from ludus.llm.http import HttpClient, RequestFailed, RetryPolicy, ServerReply, refusal
+from ludus.llm.http import ModelServerClient, refusal
+from ludus.remote.client import RequestFailed, RetryPolicy, ServerReply
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ class RemoteEngine(Engine):
         self.options = options or RemoteOptions()
         self._tokenizer = tokenizer
         self._write_calls = write_calls
-        self._transport = HttpClient(key, self.options.connections)
+        self._transport = ModelServerClient(key, self.options.connections)
         self._requests: RequestsInFlight[Answer] = RequestsInFlight()
         self._tells_stops = True
         self._has_warned = False

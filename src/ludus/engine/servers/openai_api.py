@@ -21,7 +21,8 @@ from typing import Any
 from ludus.core.generation import FinishReason, Sampling, first_stop
 from ludus.core.messages import Json, Message, ToolCall
 from ludus.core.tokenizer import SPECIALS, ByteTokenizer
-from ludus.llm.http import BadResponse, checked_text, first_choice, token_count
+from ludus.llm.http import checked_text, first_choice, token_count
+from ludus.remote.client import BadResponse
 
 MOST_STOPS = 4
 """How many stop strings the OpenAI interface takes."""

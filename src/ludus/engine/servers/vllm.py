@@ -50,8 +50,8 @@ from ludus.engine.servers.vllm_api import (
 from ludus.engine.servers.vllm_server import VllmOptions, VllmServer
 from ludus.engine.servers.vllm_weights import model_config, with_head
 from ludus.llm.address import Address
-from ludus.llm.http import BadResponse, ConnectionFailed
 from ludus.model.hf_model import vocabulary_size
+from ludus.remote.client import BadResponse, ConnectionFailed
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, FinishReason, Sampling, VersionSpan
 from ludus.core.messages import Json
 from ludus.engine.embedded.request import Decode, StopChecker
-from ludus.llm.http import BadResponse
+from ludus.remote.client import BadResponse
 
 REQUEST_PREFIX = "generate-tokens-"
 """What the server puts before a request's own id."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ludus.core.messages import Json
-from ludus.llm.http import BadResponse
+from ludus.remote.client import BadResponse
 
 DEV_MODE = "VLLM_SERVER_DEV_MODE=1"
 """Routes for weights, pausing and the server's settings exist only with it."""

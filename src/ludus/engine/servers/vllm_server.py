@@ -26,13 +26,8 @@ from ludus.engine.servers.vllm_check import (
 )
 from ludus.engine.servers.vllm_weights import model_config
 from ludus.llm.address import API_KEY, Address
-from ludus.llm.http import (
-    ConnectionFailed,
-    HttpClient,
-    RequestFailed,
-    RetryPolicy,
-    ServerReply,
-)
+from ludus.llm.http import ModelServerClient
+from ludus.remote.client import ConnectionFailed, RequestFailed, RetryPolicy, ServerReply
 
 T = TypeVar("T")
 
@@ -74,8 +69,8 @@ class VllmServer:
         self.address = Address(address.url.removesuffix("/v1"), address.model)
         self.options = options = options or VllmOptions()
         self.deadlines = Deadlines()
-        self._requests = HttpClient(key, options.connections)
-        self._control = HttpClient(key, _CONTROL_CONNECTIONS)
+        self._requests = ModelServerClient(key, options.connections)
+        self._control = ModelServerClient(key, _CONTROL_CONNECTIONS)
 
     @property
     def name(self) -> str:
@@ -92,6 +87,7 @@ class VllmServer:
                 body,
                 RetryPolicy(options.seconds, options.retries, options.first_pause),
                 read,
+                repeatable=True,
                 headers=headers,
                 timeout=self.deadlines.timeout,
             )
@@ -173,7 +169,9 @@ class VllmServer:
         count = options.retries if retries is None else retries
         policy = RetryPolicy(options.control_seconds, count, options.first_pause)
         try:
-            return await self._control.request(method, self._url(path), body, policy, read)
+            return await self._control.request(
+                method, self._url(path), body, policy, read, repeatable=True
+            )
         except RequestFailed as error:
             raise self._failure(error) from error
 

@@ -17,13 +17,19 @@ from typing import TYPE_CHECKING, Any
 from ludus.core.failures import Boundary, ConfigError, InfraError
 from ludus.core.messages import Json
 from ludus.envs.env import ServerFull
-from ludus.llm.http import load_aiohttp
-from ludus.remote.per_loop import PerLoop
+from ludus.remote.client import (
+    ConnectionFailed,
+    HttpClient,
+    NotConnected,
+    UnknownHost,
+    load_aiohttp,
+)
 from ludus.tools.remote_http import normalized
 
 if TYPE_CHECKING:
     import aiohttp
 
+_PURPOSE = "an environment on a server"
 _MOST_BYTES = 64 * 1024 * 1024
 _CONNECT_SECONDS = 5.0
 CLOSE_SECONDS = 5.0
@@ -37,31 +43,29 @@ class ForeignServer:
 
     def __init__(self, address: str, timeout: float) -> None:
         self.address, self._timeout = normalized(address), timeout
-        self._sessions = PerLoop(self._make)
+        self._http = HttpClient(
+            purpose=_PURPOSE,
+            connect_seconds=_CONNECT_SECONDS,
+            most_bytes=_MOST_BYTES,
+            limit=0,
+            keepalive_timeout=3.0,  # uvicorn's is 5 seconds
+        )
 
     async def json(self, method: str, path: str, body: Json | None = None, **query: Any) -> Any:
         """What the server answers, decoded."""
         async with self.failures(path):
-            session = await self._sessions.get()
             url = f"{self.address}{path}"
-            async with session.request(
-                method, url, json=body, params=query, allow_redirects=False
-            ) as response:
-                data = bytearray()
-                async for piece in response.content.iter_any():
-                    data += piece
-                    if len(data) > _MOST_BYTES:
-                        raise self.failure(path, f"an answer of more than {_MOST_BYTES:,} bytes")
-                if response.status != 200:
-                    shown = data[:300].decode("utf-8", "replace")
-                    if path == "/create" and response.status in _FULL_STATUS:
-                        raise self.full(path, f"status {response.status}: {shown}")
-                    raise self.failure(path, f"status {response.status}: {shown}", response.status)
+            async with self._http.open(method, url, json=body, params=query) as response:
+                data = await self._http.read(response)
+        if response.status != 200:
+            shown = data[:300].decode("utf-8", "replace")
+            if path == "/create" and response.status in _FULL_STATUS:
+                raise self.full(path, f"status {response.status}: {shown}")
+            raise self.failure(path, f"status {response.status}: {shown}", response.status)
         return self.decoded(path, data)
 
     async def probe(self, path: str, seconds: float) -> Any:
         """Refuse an address where nothing answers within `seconds`; a server that is starting is waited for."""
-        aiohttp = load_aiohttp(purpose="an environment on a server")
         loop = asyncio.get_running_loop()
         end, is_starting = loop.time() + seconds, True
         while is_starting:
@@ -72,8 +76,7 @@ class ForeignServer:
                 problem, is_starting = f"{path}: no answer within {seconds:g} seconds", False
             except InfraError as error:
                 problem, why = str(error).removeprefix(self.address), error.__cause__
-                is_refused = isinstance(why, aiohttp.ClientConnectorError)
-                is_unknown = isinstance(why, aiohttp.ClientConnectorDNSError)
+                is_refused, is_unknown = isinstance(why, NotConnected), isinstance(why, UnknownHost)
                 is_starting = is_refused and not is_unknown and loop.time() + _PROBE_PAUSE < end
             await asyncio.sleep(_PROBE_PAUSE if is_starting else 0)
         raise ConfigError(
@@ -83,9 +86,8 @@ class ForeignServer:
     async def websocket(self, path: str) -> aiohttp.ClientWebSocketResponse:
         """A connection for messages of text."""
         async with self.failures(path):
-            session = await self._sessions.get()
             try:
-                return await session.ws_connect(f"{self.address}{path}", max_msg_size=_MOST_BYTES)
+                return await self._http.websocket(f"{self.address}{path}")
             except load_aiohttp().WSServerHandshakeError as error:
                 if error.status in _FULL_STATUS:
                     raise self.full(path, f"status {error.status}: {error.message}") from error
@@ -94,13 +96,15 @@ class ForeignServer:
     @asynccontextmanager
     async def failures(self, what: str) -> AsyncIterator[None]:
         """Deadline and failures of what is done in here."""
-        aiohttp = load_aiohttp(purpose="an environment on a server")
+        aiohttp = load_aiohttp(purpose=_PURPOSE)
         try:
             async with asyncio.timeout(self._timeout):
                 yield
         except TimeoutError as error:
             raise self.failure(what, f"no answer within {self._timeout:g} seconds") from error
-        except (aiohttp.ClientError, ConnectionError) as error:
+        except ConnectionFailed as error:
+            raise self.failure(what, str(error)) from error
+        except (aiohttp.ClientError, ConnectionError) as error:  # of a WebSocket
             raise self.failure(what, f"{type(error).__name__}: {error}") from error
 
     def failure(self, what: str, message: str, status: int = 0) -> InfraError:
@@ -119,15 +123,6 @@ class ForeignServer:
         except (ValueError, RecursionError) as error:
             shown = data[:200] if isinstance(data, str) else data[:200].decode("utf-8", "replace")
             raise self.failure(what, f"an answer that is no JSON ({error}): {shown}") from error
-
-    def _make(self) -> aiohttp.ClientSession:
-        http = load_aiohttp(purpose="an environment on a server")
-        session: aiohttp.ClientSession = http.ClientSession(
-            connector=http.TCPConnector(limit=0, keepalive_timeout=3.0),  # uvicorn's is 5 seconds
-            timeout=http.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
-            cookie_jar=http.DummyCookieJar(),
-        )
-        return session
 
 
 _servers: dict[tuple[str, float], ForeignServer] = {}

@@ -26,8 +26,7 @@ from urllib.parse import urljoin, urlsplit
 
 from ludus.core.failures import Boundary, ConfigError, InfraError, ToolFault
 from ludus.core.messages import Json
-from ludus.llm.http import load_aiohttp
-from ludus.remote.per_loop import PerLoop
+from ludus.remote.client import ConnectionFailed, HttpClient, load_aiohttp, retry_after
 from ludus.remote.threads import run_sync
 from ludus.tools.library.retrieval import checked_query
 from ludus.tools.tool import Tool
@@ -46,32 +45,29 @@ _READABLE = ("text/", "application/xhtml+xml", "application/xml", "application/j
 _CONNECT_SECONDS = 10.0
 
 
-def _session() -> aiohttp.ClientSession:
+def _api_client(purpose: str) -> HttpClient:
     """To an API that the user chose: through the proxy of the environment, if there is one."""
-    http = load_aiohttp("search", "the tool 'web_search'")
-    made: aiohttp.ClientSession = http.ClientSession(
-        timeout=http.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
-        cookie_jar=http.DummyCookieJar(),
+    return HttpClient(
+        purpose=purpose,
+        extra="search",
+        connect_seconds=_CONNECT_SECONDS,
+        most_bytes=_MOST_ANSWER_BYTES,
         trust_env=True,
     )
-    return made
 
 
-async def _post(
-    sessions: PerLoop[aiohttp.ClientSession], url: str, body: Json, headers: Mapping[str, str], what: str
-) -> Json:
+async def _post(client: HttpClient, url: str, body: Json, headers: Mapping[str, str], what: str) -> Json:
     """The JSON object that an API answers with; whatever else happens is an `InfraError`."""
-    http = load_aiohttp("search", what)
-    session = await sessions.get()
     try:
-        async with session.post(url, json=body, headers=headers, allow_redirects=False) as response:
-            data = await _read(response, _MOST_ANSWER_BYTES)
-    except (http.ClientError, OSError) as error:
-        message = f"{what}: {url} cannot be reached ({type(error).__name__}: {error})"
+        async with client.open("POST", url, json=body, headers=headers) as response:
+            data = await client.read(response)
+    except (ConnectionFailed, OSError) as error:
+        message = f"{what}: {url} cannot be reached ({error})"
         raise InfraError(Boundary.TOOL, message) from error
     said = data[:300].decode("utf-8", "replace").strip()
     if response.status == 429 or response.status >= 500:
-        await asyncio.sleep(_retry_after(response.headers.get("Retry-After")))
+        wait = retry_after(response.headers.get("Retry-After"))
+        await asyncio.sleep(min(wait, _LONGEST_RETRY_AFTER))
         raise InfraError(
             Boundary.TOOL, f"{what}: {url} answered {response.status}: {said}", kind="ApiBusy"
         )
@@ -102,10 +98,6 @@ async def _read(response: aiohttp.ClientResponse, most: int) -> bytes:
         if len(data) > most:
             break
     return bytes(data[:most])
-
-
-def _retry_after(header: str | None) -> float:
-    return min(float(header), _LONGEST_RETRY_AFTER) if header and header.isdecimal() else 0.0
 
 
 class RateLimit:
@@ -151,7 +143,7 @@ class WebSearch(Tool):
             raise ConfigError(f"web_search: url is an http or https address, not {url!r}")
         self.k, self.url, self.parameters = k, url, dict(parameters or {})
         self.key_variable = key_variable
-        self._limit, self._sessions = RateLimit(per_second), PerLoop(_session)
+        self._limit, self._api = RateLimit(per_second), _api_client("the tool 'web_search'")
 
     async def run(self, query: str) -> str:
         wanted = checked_query(query)
@@ -164,7 +156,7 @@ class WebSearch(Tool):
         await self._limit.wait()
         body = {**self.parameters, "q": wanted, "num": max(self.k, 10)}
         answer = await _post(
-            self._sessions, self.url, body, {"X-API-KEY": key} if key else {}, f"the tool {self.name!r}"
+            self._api, self.url, body, {"X-API-KEY": key} if key else {}, f"the tool {self.name!r}"
         )
         return web_results(answer, self.k)
 
@@ -227,7 +219,16 @@ class Visit(Tool):
         self.summarizer, self.summary_tokens = summarizer, summary_tokens
         if summarizer is not None and not all(summarizer.partition("#")):
             raise ConfigError(f"visit: summarizer is written http://host/v1#MODEL, not {summarizer!r}")
-        self._pages, self._models = PerLoop(self._page_session), PerLoop(_session)
+        self._pages = HttpClient(
+            {"User-Agent": "ludus", "Accept": "text/html, text/plain;q=0.9, */*;q=0.1"},
+            purpose="the tool 'visit'",
+            extra="search",
+            connect_seconds=_CONNECT_SECONDS,
+            limit=64,
+            socket_factory=None if private else public_socket,
+            force_close=True,
+        )
+        self._models = _api_client("the tool 'visit'")
 
     async def run(self, url: str, goal: str = "") -> str:
         try:
@@ -242,25 +243,13 @@ class Visit(Tool):
             text = f"{text[: self.max_chars - 300]}\n[the page goes on: {len(text):,} characters in all]"
         return f"URL: {address}\n{text or 'The page has no text.'}"
 
-    def _page_session(self) -> aiohttp.ClientSession:
-        http = load_aiohttp("search", "the tool 'visit'")
-        factory = None if self.private else public_socket
-        made: aiohttp.ClientSession = http.ClientSession(
-            connector=http.TCPConnector(limit=64, socket_factory=factory, force_close=True),
-            timeout=http.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
-            headers={"User-Agent": "ludus", "Accept": "text/html, text/plain;q=0.9, */*;q=0.1"},
-            cookie_jar=http.DummyCookieJar(),
-        )
-        return made
-
     async def _fetch(self, url: str) -> tuple[str, str, bytes]:
         """The address after redirects, the content type and the body."""
         http = load_aiohttp("search", "the tool 'visit'")
-        session = await self._pages.get()
         for _ in range(_MOST_REDIRECTS + 1):
             _check_url(url)
             try:
-                async with session.get(url, allow_redirects=False) as response:
+                async with self._pages.open("GET", url) as response:
                     if response.status in (301, 302, 303, 307, 308) and "Location" in response.headers:
                         url = urljoin(url, response.headers["Location"])
                         continue
@@ -273,13 +262,14 @@ class Visit(Tool):
                         raise ToolFault(f"{url} is no text but {kind}, which cannot be read here")
                     charset = response.charset or ""
                     return url, f"{kind};{charset}", await _read(response, self.max_bytes)
-            except http.InvalidURL:
-                raise ToolFault(f"{url[:200]!r} is no address of a page") from None
-            except (http.ClientError, OSError, UnicodeError) as error:
+            except (ConnectionFailed, OSError, UnicodeError) as error:
                 if isinstance(error, TimeoutError):
                     raise
+                why = error.__cause__ if isinstance(error, ConnectionFailed) else error
+                if isinstance(why, http.InvalidURL):
+                    raise ToolFault(f"{url[:200]!r} is no address of a page") from None
                 reason = (
-                    _NOT_PUBLIC if _NOT_PUBLIC in str(error) else f"cannot be reached ({error!s:.200})"
+                    _NOT_PUBLIC if _NOT_PUBLIC in str(why) else f"cannot be reached ({error!s:.200})"
                 )
                 raise ToolFault(f"{url[:200]} {reason}") from None
         raise ToolFault(f"{url[:200]} redirects more than {_MOST_REDIRECTS} times")
