@@ -15,6 +15,7 @@ from ludus.core.task import Task
 from ludus.core.tokenizer import ByteTokenizer, Tokenizer
 from ludus.core.trajectory import Trajectory
 from ludus.engine import FakeEngine
+from ludus.remote.client import HttpClient
 from ludus.rollouts.budgets import Budgets
 from ludus.rollouts.message_tree import MessageTree
 from ludus.rollouts.recorder import Recorder
@@ -82,9 +83,11 @@ async def serving(
     tree = MessageTree(recorder, Renderer(tokenizer, load_format("hermes")))
     service = EpisodeService()
     async with ModelServer(service, config) as server, aiohttp.ClientSession() as http:
-        session = EpisodeSession(tree, models, metrics=service.metrics, http=http)
+        others = HttpClient(purpose="another model")
+        session = EpisodeSession(tree, models, metrics=service.metrics, http=others)
         service.open(session)
         yield Served(server.address, session, service, engine, http)
+        await others.close()
 
 
 @asynccontextmanager

@@ -281,7 +281,7 @@ async def embedded(model: Any, tokenizer: Any, max_tokens: int) -> AsyncIterator
     tree = MessageTree(recorder, Renderer(tokenizer, load_format("hermes")))
     service = EpisodeService()
     async with ModelServer(service) as server, aiohttp.ClientSession() as http:
-        session = EpisodeSession(tree, metrics=service.metrics, http=http)
+        session = EpisodeSession(tree, metrics=service.metrics)
         service.open(session)
         yield Served(server.address, session, service, engine, http), engine  # type: ignore[arg-type]
     await engine.close()

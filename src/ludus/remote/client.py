@@ -1,9 +1,8 @@
 """The HTTP client: pooled connections, typed failures, and requests that are sent again while that helps.
 
-Who waits for whom: a request has one deadline over all its attempts. At most so many connections as the connector's
-`limit` are open at once; requests beyond wait for one of them, within their deadline. Nothing runs in the
-background. Connections belong to the event loop that uses them. Redirects are not followed: they would carry keys
-somewhere else.
+Who waits for whom: a request has one deadline over all its attempts. At most `limit` connections are open at
+once; requests beyond wait for one of them, within their deadline. Nothing runs in the background. Connections
+belong to the event loop that uses them. Redirects are not followed: they would carry keys somewhere else.
 
 A failure says what is known of the request: `NotConnected` was not sent, `ResponseLost` may have been acted on.
 """
@@ -104,7 +103,7 @@ class RetryPolicy:
 
 
 def backoff(attempt: int, first: float, longest: float = _LONGEST_PAUSE, at_least: float = 0.0) -> float:
-    """Seconds to wait after an attempt (from 0): what the server asked for, and half to all of a doubling pause."""
+    """Seconds to wait after an attempt, from 0: what the server asked for, and some of a doubling pause."""
     pause = min(longest, first * 2 ** min(attempt, 20))
     return at_least + random.uniform(pause / 2, pause)
 

@@ -160,8 +160,8 @@ class ToolHttpClient(HttpClient):
             if response.status in (404, 405):  # something else, which trying again does not change
                 raise InfraError(
                     Boundary.SERVER,
-                    f"{response.url} answered {response.status}, and not in JSON: no tool or environment server of "
-                    "Ludus; is the address right?",
+                    f"{response.url} answered {response.status}, and not in JSON: no tool or environment "
+                    "server of Ludus; is the address right?",
                     retriable=False,
                 ) from error
             raise ResponseLost(

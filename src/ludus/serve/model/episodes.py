@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
-import aiohttp
 from aiohttp import web
 
 from ludus.chat.streaming import TokenFeed
@@ -28,6 +27,7 @@ from ludus.core.messages import Json
 from ludus.core.random import key as seed_key
 from ludus.core.trajectory import StopReason, Trajectory
 from ludus.llm import Address
+from ludus.remote.client import ConnectionFailed, HttpClient
 from ludus.rollouts.budgets import BudgetUsedUp
 from ludus.rollouts.message_tree import MessageTree, SampledTurn
 from ludus.serve.admission import WorkBudget
@@ -56,7 +56,8 @@ NO_REWARDS = (
 )
 _MOST_ENDED = 65_536
 _FORWARD_SECONDS = 600.0
-_FORWARD_BYTES = 64 << 20
+FORWARD_BYTES = 64 << 20
+"""The longest answer of another server."""
 _OFF = {"top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1, "presence_penalty": 0,
         "frequency_penalty": 0}  # fmt: skip
 """Sampling that draws from another distribution than the trained one, and the values that do nothing."""
@@ -85,7 +86,7 @@ class EpisodeSession:
         *,
         temperature: float = 1.0,
         metrics: ModelMetrics | None = None,
-        http: aiohttp.ClientSession | None = None,
+        http: HttpClient | None = None,
         pixels: WorkBudget | None = None,
         takes_rewards: bool = True,
     ) -> None:
@@ -247,18 +248,13 @@ class EpisodeSession:
         body = {**request.raw, "model": address.model or request.model}
         headers = {"x-api-key": own, "Authorization": f"Bearer {own}"} if (own := _own_key()) else {}
         url = f"{address.url.removesuffix('/')}/{incoming.path.removeprefix('/v1/')}"
-        timeout = aiohttp.ClientTimeout(total=_FORWARD_SECONDS)
         try:
-            async with self._http.post(url, json=body, headers=headers, timeout=timeout) as answer:
-                data = bytearray()
-                async for piece in answer.content.iter_any():
-                    data += piece
-                    if len(data) > _FORWARD_BYTES:
-                        raise EngineError(
-                            f"the model at {url} answers with more than {_FORWARD_BYTES:,} bytes"
-                        )
-                return Forwarded(answer.status, answer.content_type, bytes(data))
-        except (aiohttp.ClientError, TimeoutError) as error:
+            async with (
+                asyncio.timeout(_FORWARD_SECONDS),
+                self._http.open("POST", url, json=body, headers=headers) as answer,
+            ):
+                return Forwarded(answer.status, answer.content_type, await self._http.read(answer))
+        except (ConnectionFailed, TimeoutError) as error:
             self.failure = EngineError(f"the model at {url} does not answer: {error}")
             raise self.failure from error
 

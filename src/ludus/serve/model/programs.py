@@ -23,17 +23,22 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import aiohttp
-
 from ludus.core.failures import Aborted, Boundary, ConfigError, InfraError
 from ludus.core.task import Task
 from ludus.core.trajectory import StopReason
 from ludus.core.user_code import error_with_location, log_once
+from ludus.remote.client import HttpClient
 from ludus.remote.threads import DeadlineExceeded, run_sync
 from ludus.rollouts.agent import Agent, ProgramConfig
 from ludus.rollouts.episode import Episode
 from ludus.sandbox import Limits, SandboxConfig, shared_sandbox
-from ludus.serve.model.episodes import NO_REWARDS, EpisodeService, EpisodeSession, check_models
+from ludus.serve.model.episodes import (
+    FORWARD_BYTES,
+    NO_REWARDS,
+    EpisodeService,
+    EpisodeSession,
+    check_models,
+)
 from ludus.serve.model.peers import CAN_TELL
 from ludus.serve.model.requests import ApiError
 from ludus.serve.model.server import ModelServer
@@ -74,7 +79,7 @@ class _Serving:
     loop: asyncio.AbstractEventLoop
     service: EpisodeService
     server: ModelServer
-    http: aiohttp.ClientSession
+    http: HttpClient
     places: asyncio.Semaphore | None
 
 
@@ -288,7 +293,7 @@ class ProgramAgent(Agent):
             )
             server = ModelServer(service, config)
             await server.start()
-            http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+            http = HttpClient(purpose="another model", most_bytes=FORWARD_BYTES, limit=0)
             most = self.config.max_running
             places = None if most is None else asyncio.Semaphore(most)
             self._serving = _Serving(loop, service, server, http, places)
