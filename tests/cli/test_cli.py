@@ -281,7 +281,7 @@ NAMED = ", ".join(packaged_recipes())
         (("train", "nothing.toml"), "nothing.toml ('nothing.toml' in the working directory)"),
         (("train", "."), ". is a folder, and a recipe is a TOML file: did you mean recipe.toml?"),
         (("check", "recipe", "data"), "data is a folder, and a recipe is a TOML file; it holds none"),
-        (("train", "a-run"), "it is a run's, and `ludus train --resume a-run` goes on with that run"),
+        (("train", "a-run"), "it is a run's, and `ludus train --resume a-run` resumes it"),
         (("train", "a-model"), "it holds a model, which a recipe trains by model.name=a-model"),
         (("train", "recipe.toml", "model.scratch.width=6400000"), "lower model.scratch.width (6400000)"),
         (

@@ -1,4 +1,4 @@
-"""What an advantage estimator reads, and what it gives back.
+"""Inputs and outputs of an advantage estimator.
 
 Shapes in names: N trajectories, T tokens packed end to end, U turns of all trajectories, A action tokens.
 
@@ -64,7 +64,7 @@ class AdvantageInputs:
     trajectory_U: Tensor | None = None
     """The trajectory of each turn; those of one trajectory are in order, and each has a token at least."""
     rewards_U: Tensor | None = None
-    """What each turn was paid, as part of its trajectory's total. None: nothing."""
+    """Reward of each turn, as part of its trajectory's total. None: no turn has one."""
     anchor_U: Tensor | None = None
     """A number for the state in which each turn was taken, equal for equal states; negative: unknown."""
     truncated_N: Tensor | None = None
@@ -134,12 +134,12 @@ class AdvantageInputs:
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """What an estimator found out."""
+    """Result of an estimator."""
 
     advantages_T: Tensor
     """How much better than expected each token was; 0 where the loss does not apply."""
     returns_T: Tensor | None = None
-    """What a critic should have said at each token (0 where it is not asked). None: there is no critic."""
+    """Value targets of the critic at each token (0 where it is not asked). None: there is no critic."""
 
 
 Estimator = Callable[[AdvantageInputs], Advantages]
@@ -147,7 +147,7 @@ Estimator = Callable[[AdvantageInputs], Advantages]
 
 
 class Need(StrEnum):
-    """What an estimator needs beyond rewards and groups; a recipe without it is refused before it runs."""
+    """Inputs that an estimator needs beyond rewards and groups; a recipe without them is refused early."""
 
     SIBLINGS = "siblings"
     """At least two attempts at each task: in a group of one it has nothing to compare."""
@@ -173,7 +173,7 @@ def needs(*what: Need) -> Callable[[F], F]:
 
 
 def needs_of(estimator: Callable[..., Advantages]) -> frozenset[Need]:
-    """What an estimator needs; one that says nothing needs nothing."""
+    """The declared needs of an estimator; none if it declares none."""
     found: frozenset[Need] = vars(estimator).get("needs", frozenset())
     return found
 

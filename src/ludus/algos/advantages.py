@@ -151,7 +151,7 @@ def turn_grpo(inputs: AdvantageInputs, *, discount: Share = 1.0, normalise: bool
     nothing. A group of one has advantage 0.
 
     The idea of turn-level credit in groups: Zeng et al., "Reinforcing Multi-Turn Reasoning in LLM Agents via
-    Turn-Level Credit Assignment", 2025, arXiv:2505.11821. The treatment of ragged turn counts is ours.
+    Turn-Level Credit Assignment", 2025, arXiv:2505.11821. The paper does not treat ragged turn counts.
 
     Args:
         inputs: The batch, with turns.
@@ -179,7 +179,7 @@ def turn_grpo(inputs: AdvantageInputs, *, discount: Share = 1.0, normalise: bool
 def _at_each_turn(
     inputs: AdvantageInputs, sorted_U: Tensor, first_N: Tensor, turns_N: Tensor, most: int
 ) -> Tensor:
-    """What each trajectory stands for at turns 0 .. most - 1."""
+    """The score of each trajectory at turns 0 .. most - 1."""
     turn_K = torch.arange(most, device=first_N.device)
     place_NK = first_N[:, None] + torch.minimum(turn_K, (turns_N[:, None] - 1).clamp(min=0))
     returns_NK = sorted_U[place_NK.clamp(max=len(sorted_U) - 1)]

@@ -115,7 +115,7 @@ class _Walk:
     """Whether that one is of the same turn; None where turns are not known."""
 
     def rate(self, number: float, per: Unit, like_S: Tensor) -> Tensor:
-        """What one step costs. The step out of an episode is a step between turns."""
+        """`number` at each step; per turn, 1 within a turn. The step out of an episode is between turns."""
         rate_S = torch.full_like(like_S, number)
         if per == "token":
             return rate_S

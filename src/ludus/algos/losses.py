@@ -21,7 +21,7 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """What a policy loss reads, for the A tokens that are trained."""
+    """Inputs of a policy loss, for the A tokens that are trained."""
 
     logprobs_A: Tensor
     """Under the weights being updated, with their gradient."""

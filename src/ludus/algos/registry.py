@@ -190,7 +190,7 @@ _TAKES = {
     "correction": ("inputs",),
     "divergence": ("logprobs_A", "reference_A"),
 }
-"""What a function is called with, by position. Everything else about it is an option."""
+"""Positional arguments of each kind of function. All other parameters are options."""
 
 
 def _check_signature(function: Callable[..., Any], kind: str, name: str, options: Options) -> None:
@@ -232,7 +232,7 @@ _NOT_THEIRS = (
 
 
 def called(who: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What the function returns; what it raises names it, the exception, and the user's lines.
+    """Call the function; an error names it, the exception, and the user's lines.
 
     Running out of memory is no mistake of theirs, and the trainer has an answer to it.
     """

@@ -11,7 +11,7 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmSpec:
-    """What a well-known algorithm is made of: names and options, where they differ from the defaults."""
+    """Parts of a well-known algorithm: names and options that differ from the defaults."""
 
     estimator: str
     loss: str = "clipped"

@@ -205,7 +205,7 @@ def tree_value(
     normalise: bool = False,
     weigh: Literal["leaves", "policy"] = "leaves",
 ) -> Advantages:
-    """What a node is worth more than the one before it: SPO's and TreeRL's credit.
+    """Value of a node minus that of its parent: SPO's and TreeRL's credit.
 
         V(n) = mean reward of the leaves below n, V(prompt) = mean(group)
         A(n) = V(n) - V(parent of n) + group_weight * (V(n) - V(prompt))

@@ -87,7 +87,8 @@ def mcp_rl(
         ),
     ] = None,
     judge: Annotated[
-        str | None, typer.Option(help="Who ranks attempts, likewise; the writer when left out.")
+        str | None,
+        typer.Option(help="The model that ranks attempts, named as --writer; the writer when left out."),
     ] = None,
     scenarios: Annotated[int, typer.Option(min=2, help="To train on.")] = 32,
     held_out: Annotated[int, typer.Option(min=1, help="To measure on.")] = 8,

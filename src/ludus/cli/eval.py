@@ -64,7 +64,7 @@ from ludus.training.report import best_of
 
 @dataclass(frozen=True, slots=True)
 class PlayOptions:
-    """What both commands take; None leaves it to the recipe."""
+    """Options of both commands; None leaves a setting to the recipe."""
 
     tasks: int | None
     attempts: int | None
@@ -90,7 +90,7 @@ class PlayOptions:
 
 @dataclass(frozen=True, slots=True)
 class EvalOptions:
-    """What `ludus eval` takes beside what both commands take."""
+    """Further options of `ludus eval`."""
 
     models: Sequence[str]
     against: str | None
@@ -130,7 +130,7 @@ SHOWN_METRICS = {
     "invalid_call_share": "tool errors (share)",
     "truncated": "truncated (share)",
     "tokens/action": "tokens said",
-    "failures": "failures of ours",
+    "failures": "infrastructure failures",
 }
 """The numbers of the table, and what they are called there."""
 

@@ -107,7 +107,8 @@ def view(
     token: Annotated[
         str | None,
         typer.Option(
-            envvar="LUDUS_TOKEN", help="Ask everybody for this token; made up where one is needed."
+            envvar="LUDUS_TOKEN",
+            help="Require this token of every client; generated where one is needed.",
         ),
     ] = None,
     browser: Annotated[bool, typer.Option(help="Open a browser.")] = False,

@@ -66,7 +66,7 @@ _ILLEGAL = (Fault.UNKNOWN_TOOL, Fault.BAD_ARGUMENTS)
 
 @dataclass(frozen=True, slots=True)
 class McpRlSettings:
-    """What the command was asked for."""
+    """Options of the command."""
 
     server: Json
     """The table of the server, as a recipe has it."""
@@ -84,7 +84,7 @@ class McpRlSettings:
 
     @property
     def made_from(self) -> Json:
-        """What decides the scenarios: those of other settings are not taken for these."""
+        """The settings that decide the scenarios: scenarios of other settings are not reused."""
         names = ("server", "writer", "scenarios", "held_out", "about", "seed")
         return {name: getattr(self, name) for name in names}
 

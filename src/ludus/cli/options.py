@@ -1,4 +1,4 @@
-"""What commands share: groups that name their commands, help that names what there is, arguments, stopping."""
+"""Shared by commands: groups, help that lists registered names, arguments, interruption."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RecipeCommand(TyperCommand):
 
 
 def known_names() -> dict[str, list[str]]:
-    """What a recipe can name, by kind: built in, or registered by an installed package."""
+    """Names that a recipe can use, by kind: built in, or registered by an installed package."""
     from ludus.algos.registry import ESTIMATORS, LOSSES
     from ludus.algos.specs import ALGORITHMS
     from ludus.chat.formats import FORMATS

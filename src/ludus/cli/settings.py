@@ -49,7 +49,7 @@ class Setting:
 
     key: str
     takes: str
-    """What values it has, in words."""
+    """Its type in words."""
     default: Any
     meaning: str
     tables: tuple[type[BaseModel], ...]
@@ -64,7 +64,7 @@ class SettingsTable:
     model: type[BaseModel]
     places: tuple[str, ...] = ()
     usual: BaseModel | None = None
-    """What the table is where it is left out, if that is not what each of its keys says."""
+    """The table's value when it is left out, if that differs from the defaults of its keys."""
 
     @property
     def settings(self) -> Iterator[Setting]:

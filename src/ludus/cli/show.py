@@ -45,7 +45,7 @@ class EpisodeFilter:
     """Those that were scored and did not succeed."""
 
     def shows(self, trajectory: Trajectory) -> bool:
-        """What can be told only once an episode is read."""
+        """Whether an episode matches; for conditions that need the episode itself."""
         return not self.wrong or (trajectory.is_trainable and not is_success(trajectory))
 
     def fits(self, task: str, attempt: int, has_failed: bool) -> bool:
@@ -109,7 +109,7 @@ def show_episodes(source: Path, wanted: EpisodeFilter, *, limit: int, prompt: bo
 
 
 def tokens_text(trajectory: Trajectory, tokenizer: Tokenizer) -> str:
-    """What the model read and wrote, decoded from the recorded tokens, special tokens included."""
+    """The text that the model read and wrote, decoded from the recorded tokens, special tokens included."""
     lines: list[str] = []
     for number, sequence in enumerate(trajectory.sequences):
         of = f" of sequence {number}" if len(trajectory.sequences) > 1 else ""

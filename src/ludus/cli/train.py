@@ -28,7 +28,7 @@ def run_training(
     replay: Path | None = None,
     again: str = AGAIN,
 ) -> None:
-    """Train, show, report; `again` is how a run that was stopped is gone on with."""
+    """Train, show progress, write the report; `again` is the command that resumes an interrupted run."""
     if launched_rank()[0]:
         from ludus.training.ranks.worker import serve_rank
 
@@ -36,7 +36,7 @@ def run_training(
         return
     console = Console(stderr=True)
     if resume is not None and replay is not None:
-        raise ConfigError("--replay begins a new run and --resume goes on with one: give one of them")
+        raise ConfigError("--replay begins a new run and --resume continues one: give one of them")
     if (resume or replay) is not None and recipe_path is not None and "=" in str(recipe_path):
         recipe_path, overrides = None, [str(recipe_path), *overrides]  # the first word is no recipe then
     if recipe_path is not None and resume is not None:

@@ -1,4 +1,4 @@
-"""The execution log of tool calls: one record for each call that an episode makes, whatever became of it."""
+"""The execution log of tool calls: one record for each call that an episode makes, failed or not."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class AuditRecord:
     seconds: float
     fault: Fault | None = None
     failure: str | None = None
-    """Why there is no result, where that was a failure of ours."""
+    """The infrastructure failure, if one prevented a result."""
     chars: int = 0
     """Of the result, before the episode's budget cuts it."""
     media: int = 0

@@ -47,7 +47,7 @@ class ChatModel(Protocol):
 
     @property
     def name(self) -> str:
-        """What reports, logs and caches call it."""
+        """Name of the model in reports, logs and cache keys."""
 
     async def chat(self, messages: Sequence[Message], options: ChatOptions = ...) -> ChatReply:
         """Answer; raises `InfraError` where no answer can be had."""

@@ -26,7 +26,7 @@ _KINDS = {
     "dict": "a table",
     "model": "a table",
 }
-"""What a value must be, by the first word of pydantic's name for the problem."""
+"""Expected kind of value, by the first word of pydantic's name for the problem."""
 _WRONG_KIND = ("type", "parsing", "number", "size", "float", "attributes_type")
 
 
@@ -137,7 +137,7 @@ _SCALARS = {bool: "true or false", int: "a whole number", float: "a number", str
 
 
 def type_mismatch(annotation: Any, value: Any) -> str | None:
-    """What a value of a wrong scalar type must be ("must be a number"); None where its type fits.
+    """The expected type of a wrongly typed scalar ("must be a number"); None where its type fits.
 
     Python would take text as true and a bool as a number. Types that are no scalars of a recipe, such as
     numpy's numbers, are not judged.
@@ -216,7 +216,7 @@ def _wanted(kind: str, message: str) -> str:
 def _unknown(
     key: str, place: Sequence[Any], tables: Sequence[type[BaseModel]], whole: type[BaseModel]
 ) -> str:
-    """What to write instead of a key of the table at `place`: one of another table is named in full."""
+    """Suggested replacement for an unknown key of the table at `place`; keys of other tables in full."""
     known = sorted({name for table in tables for name in table.model_fields})
     path, _, value = OTHER_FRAMEWORKS_KEYS.get(key.lower(), "").partition(" = ")
     parts = path.split(".")
@@ -277,12 +277,12 @@ def _tables(hints: Iterable[Any]) -> list[type[BaseModel]]:
 
 
 def _branches(hint: Any) -> list[Any]:
-    """What a value may be: the members of a union, without None and without annotations."""
+    """The members of a union type, without None and without annotations."""
     return [kind for kind in _kinds(hint) if kind is not type(None)]
 
 
 def _inside(hint: Any) -> Any:
-    """What a list or a table of any keys holds."""
+    """Element type of a list, or value type of a table with free keys."""
     arguments = [argument for argument in get_args(hint) if argument is not ...]
     return arguments[-1] if arguments else Any
 

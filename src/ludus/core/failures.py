@@ -3,7 +3,7 @@
 A *fault* is the model's: a malformed call, an unknown tool, arguments that do not fit. It becomes an
 observation the model can learn from, and the episode goes on.
 
-A *failure* is ours: a server is down, a pool is exhausted, a deadline passed. It is retried; if it
+A *failure* is infrastructure's: a server is down, a pool is exhausted, a deadline passed. It is retried; if it
 persists, the episode leaves both the loss and the group's baseline, and is counted by the boundary it
 crossed. A failure is never turned into a reward.
 """
@@ -20,7 +20,7 @@ from ludus.core.user_code import error_with_location
 
 
 class Fault(StrEnum):
-    """What the model did wrong in a call. Each one is answered by an observation."""
+    """Kinds of mistakes that a model makes in a call. Each is answered by an observation."""
 
     MALFORMED_CALL = "malformed_call"
     UNKNOWN_TOOL = "unknown_tool"
@@ -31,7 +31,7 @@ class Fault(StrEnum):
 
 
 class Boundary(StrEnum):
-    """Where a failure of ours crossed into an episode."""
+    """The component whose failure ended an episode."""
 
     ENGINE = "engine"
     TOOL = "tool"
@@ -47,7 +47,7 @@ class Boundary(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A failure of ours, recorded once, as data."""
+    """An infrastructure failure, recorded once, as data."""
 
     boundary: Boundary
     kind: str
@@ -68,7 +68,7 @@ class Failure:
 
 
 def most_frequent_failure(failures: Iterable[Failure]) -> str:
-    """What to say of many failures: the one that happened most often, and how often."""
+    """Summary of many failures: the most frequent one and its count."""
     counted = Counter((failure.boundary, failure.message) for failure in failures)
     (boundary, message), count = counted.most_common(1)[0]
     return f"Most often ({count} times), at the boundary '{boundary}': {message}"
@@ -79,7 +79,7 @@ NOTABLE_SHARE = 0.05
 
 
 def failed_episodes_warning(failures: Sequence[Failure], played: int, which: str) -> str | None:
-    """A warning that so many of `which` episodes were lost, and why; None where few were."""
+    """A warning with the number of lost `which` episodes and the reason; None below `NOTABLE_SHARE`."""
     if not failures or len(failures) < NOTABLE_SHARE * played:
         return None
     return (
@@ -124,7 +124,7 @@ class ToolFault(LudusError):
 
 
 class InfraError(LudusError):
-    """Our fault, named by the boundary it crossed.
+    """An infrastructure failure, named by the boundary it crossed.
 
     `retriable` says whether to try the same thing again. `replay` says whether to play the whole episode
     again where that cannot help: what is lost is its state, such as a session. It is `retriable` unless given.

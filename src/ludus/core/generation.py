@@ -146,7 +146,7 @@ class Engine(ABC):
     whose weights never change. There are two ways to follow a trainer:
 
     - `shares_weights`: the engine samples the trainer's own module. It is paused while that changes, and is
-      told by `update_weights`.
+      notified by `update_weights`.
     - weights of its own: `start` and `load_weights` read them from a folder in Hugging Face format. Several
       such engines make one (`engine.replicas.ReplicatedEngine`), which watches them, keeps sessions where
       their KV is, and compares each with the trainer after every update. One event loop calls such an engine,
@@ -156,7 +156,7 @@ class Engine(ABC):
 
     @property
     def name(self) -> str:
-        """What messages call it, such as "engine 2 (process 4711)"."""
+        """Name in messages, such as "engine 2 (process 4711)"."""
         return type(self).__name__
 
     @property
@@ -252,7 +252,7 @@ class Engine(ABC):
         return await never
 
     def metrics(self) -> dict[str, float]:
-        """What a step of training reports of it."""
+        """Metrics of the engine that each training step logs."""
         return {}
 
     async def close(self) -> None:

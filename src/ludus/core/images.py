@@ -1,6 +1,6 @@
 """Images: from what files and clients send to `Media`, within bounds. `model.image_files` decodes them.
 
-An image stays the bytes that somebody sent, known by their hash, until a model's processor wants pixels. Its
+An image stays the bytes that were sent, identified by their hash, until a model's processor wants pixels. Its
 sender may be hostile: bytes and pixels are bounded, and the bound on pixels is checked before any is decoded.
 Addresses are never fetched, and files are read only where a row of a file names them.
 """
@@ -21,7 +21,7 @@ MOST_BYTES = 32 << 20
 MOST_PIXELS = 40_000_000
 """Pixels of one image: 120 MB once it is decoded."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-"""What is decoded; of an animation, the first frame."""
+"""Formats that are decoded; of an animation, the first frame."""
 PARTS = frozenset({"image", "image_url", "input_image"})
 """The types of parts of a message that are images: Hugging Face's and Anthropic's, then OpenAI's."""
 

@@ -49,7 +49,7 @@ _SHAREGPT = {
     "observation": "tool",
     "function_response": "tool",
 }
-"""What ShareGPT calls the roles, where it has names of its own."""
+"""ShareGPT's names of roles that differ from OpenAI's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Media:
         return self.kind == "image" or self.kind.startswith("image/")
 
     def named(self, problem: object) -> str:
-        """What is wrong with it, after where it comes from, if that is known."""
+        """`problem`, preceded by the origin of the image if that is known."""
         return f"{self.origin}: {problem}" if self.origin else str(problem)
 
 

@@ -57,7 +57,7 @@ class Registry(Mapping[str, str]):
         return len(self._entries)
 
     def load(self, name: str) -> Any:
-        """What a short name or a reference (`module:attribute`, `file.py:attribute`) stands for."""
+        """The object behind a short name or a reference (`module:attribute`, `file.py:attribute`)."""
         entries = self._entries
         if name in entries:
             return load_reference(entries[name])

@@ -1,4 +1,4 @@
-"""JSON from those who may write anything (models, clients of servers), read so that it can be sent on.
+"""Strict JSON for untrusted input (models, clients of servers): what is accepted can also be sent on.
 
 Stricter than `json.loads`: a key given twice, a number that is not finite, half a surrogate pair and nesting
 beyond a limit are refused. `decode` makes dataclasses of plain JSON values.
@@ -22,7 +22,7 @@ _MOST_CHARS = 2_000
 
 
 class BadJson(ValueError):
-    """What is wrong with a text that should be JSON."""
+    """A text is not acceptable JSON; the message says why."""
 
 
 def read_json(

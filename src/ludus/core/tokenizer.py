@@ -36,7 +36,7 @@ class ImageTokens(Protocol):
         """How many pixels it has, by its header; `ImageError` if it has none, or too many."""
 
     def tokens(self, media: Media) -> list[int]:
-        """What stands for this image: placeholders, and what the model wants around them.
+        """Tokens that represent this image: placeholders and the model's delimiters around them.
 
         Raises `ImageError` if it cannot be read. The result is kept: the same image costs nothing again.
         """

@@ -32,7 +32,7 @@ from ludus.core.task import Task
 
 
 class SegmentKind(StrEnum):
-    """Who put these tokens there: the task, the model, or the world."""
+    """Origin of a segment's tokens: the task, the model, or the environment and tools."""
 
     PROMPT = "prompt"
     ACTION = "action"
@@ -99,7 +99,7 @@ def media_spans(segments: Iterable[Segment]) -> list[MediaSpan]:
 
 @dataclass(frozen=True, slots=True)
 class TimeSpan:
-    """What an episode did for a while. `start` counts from the beginning of the episode, in seconds."""
+    """One activity of an episode. `start` counts from the beginning of the episode, in seconds."""
 
     kind: Literal["environment", "queue", "generate", "tool", "reward", "failure"]
     """`queue` is a request that waits for the engine, or a call for its tool; `failure` a try that was lost."""
@@ -111,7 +111,7 @@ class TimeSpan:
 
 
 _SHORTEST_WAIT = 1e-3
-"""Seconds from which a wait is told apart from what was waited for."""
+"""Shortest queue time, in seconds, that is recorded as a span of its own."""
 
 
 def spans_of(
@@ -122,7 +122,7 @@ def spans_of(
     turn: int,
     name: str = "",
 ) -> list[TimeSpan]:
-    """What was waited for, where that took a while, and what was done."""
+    """Spans of one activity: the wait in a queue, if it was long enough to count, then the activity."""
     if queued < _SHORTEST_WAIT:
         return [TimeSpan(kind, start, seconds, name, turn)]
     done = TimeSpan(kind, start + queued, seconds - queued, name, turn)
@@ -131,7 +131,7 @@ def spans_of(
 
 @dataclass(frozen=True, slots=True)
 class EnvRender:
-    """What an environment looked like before turn `turn`, for people: a text or a picture."""
+    """A render of an environment before turn `turn`, for people: text or an image."""
 
     turn: int
     env: str
@@ -180,8 +180,8 @@ class TokenSequence:
 class Branch:
     """Where a branch of a tree goes on: behind the first `segments` segments of another attempt of its group.
 
-    These segments are the other's own objects, in memory and after reading a file, so that what is
-    shared can be told by identity where segments are counted or trained.
+    These segments are the other's own objects, in memory and after reading a file, so that code that counts
+    or trains segments finds the shared ones by identity.
     """
 
     attempt: int
@@ -215,13 +215,13 @@ class Trajectory:
     """Where the time went: generate, tools, rewards (execution: the part in which the answer's own code or
     query ran), total. A branch's own, without its prefix."""
     counts: dict[str, float] = field(default_factory=dict)
-    """What the agent counted, by the name of the metric: an agent behind the model server counts restarts."""
+    """The agent's own counters by name of the metric: an agent behind the model server counts restarts."""
     branch: Branch | None = None
     """Where it branched off another attempt; None for an attempt that began at the prompt."""
     spans: list[TimeSpan] = field(default_factory=list, compare=False)
-    """What it did when: a waterfall. A branch's own, without its prefix."""
+    """Timeline of the episode's activities. A branch's own, without its prefix."""
     renders: list[EnvRender] = field(default_factory=list, compare=False)
-    """What its environments looked like, where that is recorded (`run.renders`)."""
+    """Renders of its environments, where they are recorded (`run.renders`)."""
 
     @property
     def tokens(self) -> list[int]:
@@ -304,7 +304,7 @@ def is_success(trajectory: Trajectory, threshold: float = 1.0) -> bool:
 
 
 def is_lost(trajectory: Trajectory) -> bool:
-    """Whether it has no score because of us, and not because its rewards gave none."""
+    """Whether infrastructure left it without a score, as against rewards that gave none."""
     return trajectory.failure is not None or trajectory.stop is StopReason.ABORTED
 
 

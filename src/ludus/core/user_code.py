@@ -21,7 +21,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 _BUGS = (NameError, ImportError)
-"""What no argument causes: a name or a module that the code lacks."""
+"""Errors that no argument causes: a name or a module that the code lacks."""
 _SUSPECTS = (
     *_BUGS,
     ArithmeticError,
@@ -32,7 +32,7 @@ _SUSPECTS = (
     StopIteration,
     TypeError,
 )
-"""What Python raises by itself, for a mistake in the code or for arguments that it cannot use."""
+"""Errors that Python raises by itself, for a mistake in the code or for unusable arguments."""
 _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
 _LIBRARIES = tuple(
     {
@@ -59,7 +59,7 @@ class UserError:
     """Where user code raised it: file:line in function."""
     trace: str
     is_bug: bool
-    """Whether user code, or ours, lacks a name or a module."""
+    """Whether user code, or Ludus, lacks a name or a module."""
     is_suspect: bool
     """Whether it may be a mistake in the code that raised it: Python raises errors of its kind by itself."""
 
@@ -95,7 +95,7 @@ def error_text(error: BaseException) -> str:
 
 
 def error_with_location(error: BaseException) -> str:
-    """The same with file and line: "KeyError: 'missing' (shop.py:41 in reset)"."""
+    """`error_text` with file and line: "KeyError: 'missing' (shop.py:41 in reset)"."""
     place = error_location(error)
     return error_text(error) if place is None else f"{error_text(error)} ({place})"
 
@@ -115,7 +115,7 @@ def error_location(error: BaseException) -> str | None:
 
 
 def defined_at(function: Callable[..., Any]) -> str | None:
-    """Where user code defines a function: file:line in function. None for ours, and for what has no code."""
+    """Where user code defines a function: file:line in function. None for Ludus and for builtins."""
     code = _code_of(function)
     if code is None or _is_ours(code.co_filename):
         return None
@@ -147,7 +147,7 @@ def register_user_code(function: Callable[..., Any]) -> None:
 
 
 def traceback_text(error: BaseException) -> str:
-    """The traceback from the first frame of user code on; ours above it say nothing to its author."""
+    """The traceback from the first frame of user code on; frames of Ludus above it are left out."""
     first = error.__traceback__
     while first is not None and _is_ours(first.tb_frame.f_code.co_filename):
         first = first.tb_next
@@ -248,7 +248,7 @@ def _is_ours(file: str) -> bool:
 
 
 def _is_own(file: str) -> bool:
-    """Whether a file is user code: neither ours nor a library's, or of an installed package with tools."""
+    """Whether a file is user code: not of Ludus or a library, or of an installed package with tools."""
     if file.startswith(tuple(_installed)):
         return True
     if file.startswith("<") or _is_ours(file) or file.startswith(_LIBRARIES):

@@ -2,7 +2,7 @@
 
 Editors and exports leave byte-order marks, other encodings and null bytes; paths lead to folders, pipes and
 loops of links. JSON is read strictly: a key that comes twice, a number that is not finite and nesting without
-end would be found later, where nobody knows which line they come from.
+end would be found later, when the line that they come from is unknown.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class AdamwRule:
     betas: tuple[float, float]
     eps: float
     scale: Tensor
-    """What gradients are divided by, on the device."""
+    """Divisor of the gradients, on the device."""
     sound: Tensor
     """Nothing happens where this is 0; int32, on the device."""
 

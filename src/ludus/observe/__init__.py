@@ -1,4 +1,4 @@
-"""What a run leaves behind, and what a person sees of it: metrics, episodes, checkpoints, reports."""
+"""The outputs of a run, and their display: metrics, episodes, checkpoints, reports."""
 
 from ludus.observe.audit import AUDIT, AuditLog, read_audit
 from ludus.observe.checkpoints import (

@@ -87,7 +87,7 @@ def remove_checkpoints_after(folder: Path, step: int) -> list[Checkpoint]:
 
 
 def checkpoint_problems(checkpoint: Path, *, thorough: bool = False) -> list[str]:
-    """What is wrong with a checkpoint: files missing or of another size; `thorough`: or content."""
+    """Problems of a checkpoint: files missing or of another size; with `thorough`, also other content."""
     try:
         files: dict[str, Json] = json.loads(read_regular(checkpoint / MANIFEST))["files"]
     except FileNotFoundError:

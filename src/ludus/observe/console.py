@@ -1,4 +1,4 @@
-"""What the terminal shows: logging and a live progress display. Only the `ludus` logger is touched."""
+"""Terminal output: logging and a live progress display. Only the `ludus` logger is touched."""
 
 from __future__ import annotations
 

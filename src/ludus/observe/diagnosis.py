@@ -1,7 +1,7 @@
 """Why episodes did not succeed: one failure mode for each, with examples and what would help against it.
 
 The advice of ToolRL ("begin with completion alone, watch how the agent fails, add one penalty for each failure
-mode") needs somebody to watch. Each scored episode without success has the first of these that fits:
+mode") needs an observer. Each scored episode without success has the first of these that fits:
 
     format        its last call could not be parsed, or half of its calls could not
     tool_choice   the same with tools that do not exist; or it called no tool, and most successes did
@@ -26,7 +26,7 @@ from ludus.observe.report import markdown_text, table_markdown
 
 
 class FailureMode(StrEnum):
-    """What kept an episode from succeeding."""
+    """The reason why an episode did not succeed."""
 
     FORMAT = "format"
     TOOL_CHOICE = "tool_choice"
@@ -142,7 +142,7 @@ def diagnose(episodes: Sequence[Trajectory]) -> Diagnosis:
 
 
 def failure_mode(episode: Trajectory, *, needs_tools: bool = False) -> FailureMode:
-    """What kept a scored episode from succeeding. `needs_tools`: most episodes that succeed call one."""
+    """The failure mode of a scored episode. `needs_tools`: most episodes that succeed call a tool."""
     faults = Counter(_MODE_OF[fault] for fault in episode.faults)
     calls = sum(max(len(action.calls), len(action.faults)) for action in episode.actions)
     last = next((one for one in reversed(episode.actions) if one.calls or one.faults), None)

@@ -50,7 +50,7 @@ def open_regular(path: str | Path) -> BinaryIO:
 
 
 def read_regular(path: str | Path) -> bytes:
-    """What is in a regular file."""
+    """The bytes of a regular file."""
     with open_regular(path) as file:
         return file.read()
 

@@ -1,4 +1,4 @@
-"""How busy the GPUs are, as NVIDIA's management library tells it: sampled by a thread, averaged over each step.
+"""GPU utilization from NVIDIA's management library: sampled by a thread, averaged over each step.
 
 The library (NVML) comes with the driver and is called through ctypes, so that no package is needed. Where it is
 not there, or says no, nothing is measured.
@@ -91,7 +91,7 @@ class GpuMonitor:
 
 
 def _handles(nvml: Any, visible: str | None) -> list[ctypes.c_void_p]:
-    """Of the GPUs by number or by UUID, in the order in which CUDA counts them; a wrong name ends the list."""
+    """NVML handles of GPUs given by number or UUID, in CUDA's order; a wrong name ends the list."""
     if visible is None:
         count = ctypes.c_uint()
         nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))

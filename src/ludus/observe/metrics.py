@@ -93,10 +93,10 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
         "over the group leaves nothing to learn from them.",
         "share",
     ),
-    Metric("failures", "Episodes lost to a failure of ours, out of all episodes.", "episodes", "sum"),
-    Metric("failure/<boundary>", "Episodes lost to a failure of ours at this boundary.", "episodes",
+    Metric("failures", "Episodes lost to an infrastructure failure, out of all episodes.", "episodes", "sum"),
+    Metric("failure/<boundary>", "Episodes lost to an infrastructure failure at this boundary.", "episodes",
            "sum"),
-    Metric("failure_share", "Episodes lost to a failure of ours, over all episodes.", "share"),
+    Metric("failure_share", "Episodes lost to an infrastructure failure, over all episodes.", "share"),
     Metric("aborted", "Episodes cancelled on purpose: shutdown, or too stale.", "episodes", "sum"),
     Metric("unscored", "Episodes that neither failed nor were aborted, and have no reward.", "episodes",
            "sum"),
@@ -355,7 +355,7 @@ def rollout_metrics(groups: Sequence[Group], success: Success = is_success) -> d
 
 
 def _counts(scored: Sequence[Trajectory]) -> dict[str, float]:
-    """What agents counted. One that counted nothing under a name counted 0."""
+    """Means of the agents' counters. An agent without a counter of a name counted 0."""
     names = sorted({name for trajectory in scored for name in trajectory.counts})
     return {name: _mean(trajectory.counts.get(name, 0.0) for trajectory in scored) for name in names}
 
@@ -373,7 +373,7 @@ def reward_metrics(scored: Sequence[Trajectory], success: Success = is_success) 
 
 
 def failure_metrics(played: Sequence[Trajectory]) -> dict[str, float]:
-    """What was lost, and where: the only numbers that failed episodes take part in."""
+    """Counts of lost episodes by boundary: the only numbers that include failed episodes."""
     boundaries = Counter(t.failure.boundary for t in played if t.failure is not None)
     healthy = [t for t in played if t.failure is None]
     aborted = sum(t.stop is StopReason.ABORTED for t in healthy)
@@ -435,7 +435,7 @@ _SET_FAMILIES = ("tool/", "reward/")
 
 
 def set_metrics(name: str, metrics: Mapping[str, float], chosen: Iterable[str]) -> dict[str, float]:
-    """What is told of one task set among several: the chosen metrics, its tools and the parts of its reward."""
+    """Metrics logged for one task set among several: the chosen ones, its tools, the parts of its reward."""
     wanted = set(chosen)
     return {
         f"sets/{name}/{metric}": value
@@ -458,7 +458,7 @@ def _tokens(scored: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _tree(played: Sequence[Trajectory]) -> dict[str, float]:
-    """What branches share with the attempts that they branched off."""
+    """Metrics of the tokens that branches share with the attempts that they branched off."""
     states = Counter(t.branch.state for t in played if t.branch is not None)
     prefixes = [
         (

@@ -31,7 +31,7 @@ class ReportTable:
 
 
 LOSSES = ("sft/loss", "dpo/loss", "rejection/loss", "distill/loss")
-"""What the stages that need not play are judged by."""
+"""Loss curves of the stages that need not play."""
 _COLOURS = {"loss": "0.4", "reward": "tab:orange"}
 
 
@@ -111,7 +111,7 @@ def table_markdown(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> st
 
 
 def table_rich(title: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> Table:
-    """The same table for `rich.console.Console.print`; no cell is read as markup."""
+    """A table for `rich.console.Console.print`; no cell is read as markup."""
     table = Table(title=Text(printable(title)))
     for index, column in enumerate(columns):
         right = bool(rows) and _is_number(rows[0][index])
@@ -206,7 +206,7 @@ def shortened(text: str, limit: int, gap: str = "\n") -> str:
 
 
 def _one_line(text: str, limit: int) -> str:
-    """The same in one line, so that nothing in it can pass for a line of ours."""
+    """A shortened text in one line, so that no part of it looks like a line of the report."""
     return shortened(text.replace("\n", "\\n"), limit, gap=" ")
 
 

@@ -85,7 +85,7 @@ class RunFolder:
         return recipe
 
     def objects(self) -> dict[str, str]:
-        """What of the run was passed as Python objects, by the part's name: a command cannot rebuild it."""
+        """Parts of the run that were passed as Python objects, by name: a command cannot rebuild them."""
         file = self.path / OBJECTS
         try:
             found: dict[str, str] = json.loads(read_regular(file)) if file.exists() else {}

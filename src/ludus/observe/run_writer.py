@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 _LOCK = ".lock"
 _BEGINNING = (RECIPE, OBJECTS, "metrics.jsonl", "logs", "tensorboard", "wandb", "wandb-id", "stages")
-"""What is in a run's folder before anything has been recorded; there are no metrics yet."""
+"""Files of a run's folder before anything has been recorded; there are no metrics yet."""
 
 
 class RunWriter(RunFolder):

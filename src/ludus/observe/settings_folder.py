@@ -1,4 +1,4 @@
-"""A folder whose contents all come from one set of settings: what was done stays, and is gone on with.
+"""A folder whose contents all come from one set of settings; an interrupted command resumes in it.
 
 `settings.json` says what was asked for. The same command finds its folder again, whatever killed it; another
 one is refused, with the settings that differ. One process writes at a time.
@@ -24,7 +24,7 @@ class SettingsFolder:
     """A new folder, or one that was written under the same settings."""
 
     holds: ClassVar[str] = "results"
-    """What is in it, in a word."""
+    """One word for its contents."""
     root: ClassVar[str] = "results"
     """Where numbered ones are made."""
 

@@ -11,7 +11,7 @@ SOLVED = 0.98
 
 @dataclass(frozen=True, slots=True)
 class Silence:
-    """What is likely, and what helps."""
+    """The likely reason, and the advice."""
 
     likely: str
     advice: str

@@ -132,7 +132,7 @@ class WandbSink:
             dir=str(folder),
             mode=mode,
         )
-        # Our own step is the axis: wandb's may not go back, as ours does on a resume.
+        # The axis is the run's step: wandb's own step may not go back, as the run's does on a resume.
         self._run.define_metric("*", step_metric="step")
 
     @classmethod
@@ -154,7 +154,7 @@ SINKS = Registry(
         "wandb": "ludus.observe.sinks:WandbSink.of_run",
     },
 )
-"""What metrics can be sent to: functions of (run folder, recipe, first step) that open a `Sink`."""
+"""Destinations of metrics: functions of (run folder, recipe, first step) that open a `Sink`."""
 
 
 class GuardedSink:

@@ -4,7 +4,7 @@ Each session is held to its limits by resource limits and by the fork server's m
 them together, so that the kernel kills something in there and not the trainer beside it. One group for all,
 because moving a process into a group costs milliseconds.
 
-The kernel chooses whom it kills, and need not choose the process that filled the memory. So its kills are
+The kernel chooses its victim, which need not be the process that filled the memory. So its kills are
 counted: a session that was killed meanwhile is not at fault (`guest_process.FaultAttribution`).
 """
 
@@ -52,7 +52,7 @@ class ControlGroup:
         for folder in list(self._folders):
             try:
                 (folder / "cgroup.procs").write_text(str(pid))
-            except OSError:  # created, but not ours to fill: it would bound nothing
+            except OSError:  # created, but this user may not add processes: it would bound nothing
                 self._folders.remove(folder)
                 _release(folder)
 
@@ -157,7 +157,7 @@ def _sweep(parent: Path) -> None:
 
 
 def _memory_bytes(root: Path) -> int:
-    """The sandbox's share of the machine's memory, or of our own container's limit."""
+    """The sandbox's share of the machine's memory, or of the limit of the container that it runs in."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return int(min([machine, *_own_limits(root)]) * _MEMORY_SHARE)
 

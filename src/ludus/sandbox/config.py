@@ -58,11 +58,11 @@ class ContainerConfig(Config):
     start_seconds: float = Field(default=300.0, gt=0)
     """Seconds until a container must have started, fetching its image included."""
     lifetime_seconds: int = Field(default=7200, ge=1)
-    """Seconds after which a container ends itself, whatever became of us."""
+    """Seconds after which a container ends itself, also when the run has died."""
     namespace: str = "default"
     """Kubernetes: where jobs are made."""
     template: str | None = None
-    """Kubernetes: a JSON file with a pod spec that ours is merged into (nodeSelector, tolerations, ...)."""
+    """Kubernetes: a JSON file with the pod spec to start from (nodeSelector, tolerations, ...)."""
 
 
 class SandboxConfig(Config):

@@ -163,7 +163,7 @@ class ContainerPython:
 
 
 def _said(ran: Ran) -> Execution:
-    """What the interpreter reported, or how it ended. The code that runs in it may have taken it over."""
+    """The interpreter's report as a result, or how it ended. The code in it may have forged the report."""
     try:
         reported = json.loads(ran.out.report) if ran.out.report else {}
     except ValueError:
@@ -224,8 +224,8 @@ async def _feed(process: Process, data: bytes) -> None:
 async def end_process(process: Process) -> None:
     """End a command of the engine and wait for it.
 
-    asyncio says that it ended when its outputs have, and stops to read from one that nobody takes in: after a
-    flood of output they have to be read to their ends.
+    asyncio reports the end only after both outputs have ended, and stops reading an output that has no reader:
+    after a flood of output they have to be read to their ends.
     """
     kill(process.pid)
     streams = [stream for stream in (process.stdout, process.stderr) if stream is not None]

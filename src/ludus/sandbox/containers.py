@@ -167,7 +167,7 @@ class ContainerSession(Session):
         self._ended: Outcome | None = None
         """Why the container is gone, if that is its code's fault."""
         self._lost = ""
-        """Why it is gone, if it is ours."""
+        """Why the container is gone, if the infrastructure is at fault."""
         self._oom_kills = 0
         self._has_run = False
         """Whether any code has run in it."""
@@ -354,7 +354,7 @@ class ContainerSession(Session):
         return replace(with_output(Execution(self._ended), ran), lost=True)
 
     async def _harm(self, ran: Ran) -> Outcome | None:
-        """What happened to a container in which a program ended without a mark; None if it is well.
+        """How a program that ended without a mark has harmed its container; None if the container is well.
 
         `SessionLost` where it is not the code's fault: the container ended otherwise than by the kernel, or the
         engine itself does not work.
@@ -443,7 +443,7 @@ class ContainerSession(Session):
         return None
 
     async def _guarded(self, running: Awaitable[T]) -> T:
-        """The result of something that runs in the container, where it ends when nobody waits for it."""
+        """Await something that runs in the container; a cancelled caller ends it."""
         try:
             return await running
         except asyncio.CancelledError:

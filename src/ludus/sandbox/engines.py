@@ -30,7 +30,7 @@ bound of a container is `--pids-limit`."""
 _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*")
 POLICY = "ludus-no-network"
 _STDIN_ENDS = """echo "$1"; while read -r -t "$2" _; do kill -KILL -1; done"""
-"""What a container runs: bash waits for the end of its standard input, which comes when this process dies. A
+"""A container's program: bash waits for the end of its standard input, which comes when this process dies. A
 line makes it kill all others in the container: a fork bomb leaves no room to do that by `exec`."""
 _LIFETIME_ENDS = """echo "$1"; exec 4<> <(:); read -r -t "$2" -u 4 _"""
 
@@ -80,7 +80,7 @@ class ContainerEngine(ABC):
         return None
 
     def prepare(self) -> Command | None:
-        """What has to be there before the first session."""
+        """A command to run before the first session; None where there is nothing to prepare."""
         return None
 
     def ending(self, name: str) -> Command | None:

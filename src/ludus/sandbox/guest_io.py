@@ -1,4 +1,4 @@
-"""What crosses between host and guest: the control socket, output pipes, standard input, source code."""
+"""Transport between host and guest: the control socket, output pipes, standard input, source code."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class OutputBuffer:
             del self._tail[: -self._limit]
 
     def text(self) -> str:
-        """What was kept, with a note in the middle of how much was not."""
+        """The kept output, with a note in the middle of how much was left out."""
         if not self.truncated:
             return _decoded(self._head + self._tail)
         half = self._limit // 2
@@ -196,7 +196,7 @@ class OutputPipe(OutputBuffer):
         os.close(self.writer)
 
     def finish(self) -> str:
-        """What was written so far, as text. Later output is lost."""
+        """The output so far, as text. Later output is lost."""
         while self._reader >= 0 and self._read():
             pass
         self._stop()

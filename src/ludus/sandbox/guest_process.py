@@ -1,4 +1,4 @@
-"""Guest processes on the host: requests to one, forking from one, and who is at fault when one is gone.
+"""Guest processes on the host: requests to one, forking from one, and fault attribution when one is gone.
 
 Who waits for whom. At most one request to a guest process is in flight. Its answer is the next frame that the
 guest sends; an unsolicited frame means that the code has taken over the process, which is killed for it. What
@@ -32,7 +32,7 @@ CONTROL_GROUP_FULL = (
 
 
 class FaultAttribution:
-    """Whose fault it is that a process is gone, where the process itself does not say.
+    """Attributes the end of a process to the code or to the infrastructure, where its report does not say.
 
     The code is at fault, with two exceptions: the worker died; or the process was killed while the kernel
     killed processes for the memory of the whole sandbox. Those are infrastructure failures (`SessionLost`): a
@@ -265,7 +265,7 @@ class TemplateProcess:
             self._guest.process.kill()
 
     async def gone(self) -> None:
-        """If it has no users, wait until it has ended; the same for the templates it was forked from."""
+        """If it has no users, wait until it has ended; then wait for the templates it was forked from."""
         template: TemplateProcess | None = self
         while template is not None:
             # a fork that has just ended is counted off by a callback, or by a query that the callback begins

@@ -88,11 +88,11 @@ class Layers:
     """The layers of isolation that hold, and why others do not."""
 
     settings: dict[str, Any]
-    """What fork servers are started with."""
+    """Settings that fork servers are started with."""
     active: dict[str, bool]
     """Whether each layer is active; and whether code in the guest can import and start Python."""
     doors: dict[str, str | None]
-    """What the probe tried: the error that stopped it, or None where it got through."""
+    """Result of the probe for each door: the error that stopped it, or None where it got through."""
     group: ControlGroup
     reasons: dict[str, str] = field(default_factory=dict)
     """Why a layer is not active."""
@@ -115,7 +115,7 @@ class Layers:
 
 
 def container_layers(config: SandboxConfig, version: str) -> Layers:
-    """What holds where sessions are containers: it is the engine that isolates them."""
+    """Layers of sessions in containers: the engine isolates them."""
     active = {f"{version or config.tier}: a container for each session": True}
     active |= {"no network": not config.network, "no capabilities": not config.container.sudo}
     reasons = {"no network": "sandbox.network", "no capabilities": "sandbox.container.sudo"}

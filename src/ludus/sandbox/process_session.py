@@ -76,7 +76,7 @@ class ProcessSession(Session):
         self._guest = guest
         self._capacity = capacity
         self._template = template
-        """What its process was forked from."""
+        """The template that its process was forked from."""
         self._is_template_state = template is not None
         """Whether its state is still the template's, so that a fork of it can be made from the template."""
         self._has_template_files = False

@@ -64,7 +64,7 @@ class Execution:
         return self.outcome is Outcome.OK
 
     def text(self) -> str:
-        """What the model reads: output, value, error, and a note on how it was stopped."""
+        """Text for the model: output, value, error, and a note on how it was stopped."""
         parts = [
             self.stdout.rstrip("\n"),
             self.stderr.rstrip("\n"),
@@ -206,7 +206,7 @@ def _whole(value: Any) -> int | None:
 
 @dataclass(slots=True)
 class SlotUsage:
-    """What the programs in one slot have used so far, and whether the last one left it clean.
+    """Resources used so far by the programs in one slot, and whether the last one left it clean.
 
     `header` comes from the slot's first process, which is trusted; `report` from the program's, which is not.
     """

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Callable
 
 END_SECONDS = 5.0
-"""How long a process that was told to end may take."""
+"""Seconds that a process may take to end after it was asked to."""
 RESOLVER = "nameserver 10.0.2.3\n"
 """slirp4netns's own name server, which asks the machine's."""
 GATEWAY = "10.0.2.2"
@@ -90,7 +90,7 @@ class Slirp:
 
 
 def wait_or_kill(popen: subprocess.Popen[bytes]) -> None:
-    """Wait for a process that was told to end; kill it if that takes too long."""
+    """Wait for a process that was asked to end; kill it if that takes too long."""
     try:
         popen.wait(END_SECONDS)
     except subprocess.TimeoutExpired:

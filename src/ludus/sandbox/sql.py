@@ -75,7 +75,7 @@ class Database:
 
     @property
     def readable(self) -> tuple[str, ...]:
-        """What a sandbox must be able to see: `SandboxConfig.readable`."""
+        """Files that a sandbox must be able to see: `SandboxConfig.readable`."""
         return () if self.script is not None else (str(self.path),)
 
 
@@ -89,7 +89,7 @@ class SqlLimits(Config):
     max_rows: int = 20_000
     """Rows that leave the sandbox; the others are counted."""
     max_bytes: int = 4_000_000
-    """The same in bytes of JSON."""
+    """Bytes of JSON that leave the sandbox as rows."""
     max_cell: int | None = None
     """Characters of one text; longer ones leave as their beginning. None keeps them whole."""
 

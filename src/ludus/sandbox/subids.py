@@ -28,7 +28,7 @@ _SECONDS = 10.0
 def subordinate_ids(folder: Path = Path("/etc"), shown: Sequence[str] = ()) -> tuple[int, int, int]:
     """The first user id, the first group id and how many there are; `SandboxError` says why there are none.
 
-    `shown` are the paths that sessions must be able to read, also as other users than ours.
+    `shown` are the paths that sessions must be able to read, also as other users than this one.
     """
     for path in shown:
         mode = Path(path).stat().st_mode

@@ -1,13 +1,13 @@
-"""One call from its arguments to its result: who runs the function, for how long, and whose fault it is.
+"""One call from its arguments to its result: where the function runs, its deadline, and fault attribution.
 
 Async functions run on the event loop, sync ones in shared daemon threads, those marked `process=True` in
 shared worker processes. A deadline counts from when the function starts; a full queue is not the model's
 fault. A function that is past its deadline, or whose caller is cancelled, is stopped where it can be: a
 coroutine is cancelled, a process is killed, a thread is abandoned.
 
-Whose fault an exception is: whatever a tool raises is the model's, which reads it, except lost connections and
-workers, `InfraError`, and a name or module that the tool's own code lacks; `on_error` decides otherwise. An
-error that may be a mistake in the tool is logged once with its traceback.
+An exception of a tool is the model's fault, and the model reads it, except lost connections and workers,
+`InfraError`, and a name or module that the tool's own code lacks; `on_error` decides otherwise. An error that
+may be a mistake in the tool is logged once with its traceback.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ async def _outcome(invocation: Invocation) -> ToolResult:
         return ToolResult(text, fault=Fault.TOOL_TIMEOUT)
     except (InfraError, ConnectionError, WorkerError, NotPicklable):
         raise
-    except Exception as raised:  # noqa: BLE001 - what user code raises is told to the model, unless it is a bug
+    except Exception as raised:  # noqa: BLE001 - the model reads what user code raises, unless it is a bug
         result, error = _told(raised, invocation.limits)
     if error is not None:
         _attribute(tool, error)
@@ -111,7 +111,7 @@ async def _outcome(invocation: Invocation) -> ToolResult:
 
 
 def _told(raised: BaseException, limits: OutputLimits) -> tuple[ToolResult, UserError | None]:
-    """What the model reads of an exception, and the error as data where it may be a mistake in the tool."""
+    """The result for an exception, and the error as data where it may be a mistake in the tool."""
     if isinstance(raised, ToolFault):
         return ToolResult(limits.apply(str(raised)), fault=raised.fault), None
     own = _unwrapped(raised)

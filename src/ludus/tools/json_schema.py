@@ -40,7 +40,7 @@ class _Enough(Exception):
 
 
 def argument_problems(schema: Mapping[str, Any], arguments: Any) -> list[str]:
-    """What is wrong with the arguments, place by place; empty if nothing is, or if it cannot be told."""
+    """The problems of the arguments, place by place; empty if there are none, or if the check cannot decide."""
     try:
         return list(_Check(schema).problems(schema, arguments, "", 0))[:_MOST_PROBLEMS]
     except (_Enough, RecursionError):
@@ -104,7 +104,7 @@ class _Check:
 
 
 def referenced(root: Mapping[str, Any], reference: str) -> Any:
-    """What a reference inside a schema names; {}, which allows everything, where there is nothing."""
+    """The schema that a reference names; {}, which allows everything, where there is none."""
     if not reference.startswith("#"):
         return {}
     found: Any = root
@@ -119,7 +119,7 @@ def referenced(root: Mapping[str, Any], reference: str) -> Any:
 
 
 def _own_problem(schema: Mapping[str, Any], value: Any) -> str:
-    """What is wrong with a value, its members left out."""
+    """The problem of a value, without its members."""
     if "const" in schema and not _equal(value, schema["const"]):
         return f"expected {json.dumps(schema['const'])[:100]}"
     options = schema.get("enum")

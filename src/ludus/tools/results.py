@@ -1,4 +1,4 @@
-"""What a tool returned as a result: text within limits.
+"""Converts a tool's return value to a result: text within limits.
 
 A result is cut by characters before anything else looks at it, so that the cost of a huge result does not
 depend on its size; only what is left is cleaned and, where a tool has a limit in tokens, tokenized. The budget
@@ -50,7 +50,7 @@ class OutputLimits:
 
 
 def rendered(value: Any, limits: OutputLimits) -> ToolResult:
-    """What a tool returned, as a result within its limits."""
+    """A tool's return value as a result within its limits."""
     result = result_of(value)
     return replace(result, content=limits.apply(result.content))
 

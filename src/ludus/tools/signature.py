@@ -32,7 +32,7 @@ _REFERENCE = "#/$defs/"
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a function takes: from the model (`schema`, `validator`), and from the episode."""
+    """Parameters of a function: those from the model (`schema`, `validator`), and those from the episode."""
 
     description: str
     schema: Json
@@ -138,7 +138,7 @@ class _Hints:
         return hint if is_checkable and hint is not _MISSING else None
 
     def return_schema(self, annotation: Any) -> Json | None:
-        """What the return type says of results as JSON; None where it says nothing, such as `ToolResult`."""
+        """JSON Schema of the return type; None where it has none, such as `ToolResult`."""
         hint = None if annotation in (_MISSING, None) else self._try(annotation)
         if hint in (None, type(None), Any, ToolResult):
             return None
@@ -349,7 +349,7 @@ def _step(schema: Json, step: str | int) -> Json | None:
 
 
 def describe(schema: Json) -> str:
-    """What a schema allows, in a few words: "integer", "list of string", "one of 'a', 'b'"."""
+    """A schema in a few words: "integer", "list of string", "one of 'a', 'b'"."""
     if "enum" in schema or "const" in schema:
         options = schema.get("enum", [schema.get("const")])
         shown = ", ".join(json.dumps(option, ensure_ascii=False) for option in options)

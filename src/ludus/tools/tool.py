@@ -92,7 +92,7 @@ class Tool:
 
     @property
     def signature(self) -> Signature:
-        """What the function takes."""
+        """The signature of the function."""
         assert self._signature is not None
         return self._signature
 

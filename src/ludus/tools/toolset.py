@@ -111,7 +111,7 @@ class CombinedTools:
         return await routes[call.name].call(call, context)
 
     async def changed(self, context: ToolContext) -> bool:
-        """Whether the list may be another one than the episode was last told."""
+        """Whether the list may differ from the one that the episode last got."""
         return any([await tools_changed(one, context) for one in self._sets])
 
     def effects(self) -> frozenset[str]:
@@ -145,7 +145,7 @@ class CombinedTools:
 
 @runtime_checkable
 class ChangingTools(Protocol):
-    """A tool set that says whether its list may be another one than the episode was last told."""
+    """A tool set that says whether its list may differ from the one that the episode last got."""
 
     async def changed(self, context: ToolContext) -> bool: ...
 
@@ -241,7 +241,7 @@ async def shut(tools: ToolSet) -> None:
 
 
 def changed_tools(before: Sequence[ToolSpec], now: Sequence[ToolSpec]) -> str:
-    """What has changed, as an agent is told in the midst of its episode; empty if nothing has."""
+    """Message to an agent about tools that changed during its episode; empty if none did."""
     old, new = ({spec.name: spec for spec in specs} for specs in (before, now))
     lines = [f"- gone: {name}" for name in old if name not in new]
     for name, spec in new.items():

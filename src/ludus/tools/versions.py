@@ -40,7 +40,7 @@ _MOST_PATH_CHARS = 1_000
 
 
 class Unkeyable(ValueError):
-    """Arguments that JSON cannot say: they cannot be told apart reliably, so they have no key."""
+    """Arguments that JSON cannot express: they cannot be compared reliably, so they have no key."""
 
 
 async def tool_versions(tools: ToolSet) -> dict[str, str]:
@@ -66,7 +66,7 @@ def code_version(code: Callable[..., Any] | type, settings: Mapping[str, Any] | 
 
 
 def spec_version(spec: ToolSpec, version: str = "") -> str:
-    """The version of a tool: what the model is told of it, and what its owner adds."""
+    """The version of a tool: a digest of its spec and of the version that its owner adds."""
     try:
         parameters = canonical(spec.parameters)
     except Unkeyable as error:
@@ -123,7 +123,7 @@ def _plain_settings(settings: Mapping[str, Any]) -> Json:
 
 
 def _file_digest(name: str) -> str:
-    """What is in the file of this name; nothing where there is none."""
+    """Digest of the file's content; empty where there is no such file."""
     if len(name) > _MOST_PATH_CHARS or ("/" not in name and not Path(name).suffix):
         return ""
     try:

@@ -1,8 +1,8 @@
-"""Who may use the viewer, asked before every handler.
+"""Access control of the viewer, checked before every handler.
 
-Reading: on loopback, whoever reaches the port by a loopback name (a page elsewhere whose name points here, DNS
-rebinding, is refused); elsewhere, who has the token, by a cookie that the first address with `?token=` sets, or
-as a bearer. Writing (labels, moves) is for JSON from pages of this server alone: the request carries a header
+Reading: on loopback, any client that uses a loopback name (a foreign name that points here, DNS rebinding, is
+refused); elsewhere, clients with the token, in a cookie that the first address with `?token=` sets, or as a
+bearer. Writing (labels, moves) is for JSON from pages of this server alone: the request carries a header
 that no foreign page can send without asking first, and its origin is compared.
 
 Every page runs under a policy that allows scripts and styles of this server and nothing from anywhere else.
@@ -35,7 +35,7 @@ HEADERS = {
 
 
 def admit(request: web.Request, token: str | None) -> web.Response | None:
-    """`RequestError` for who may not ask this; a redirect that sets the cookie for who brings the token."""
+    """`RequestError` without access; for a token in the address, a redirect that moves it to a cookie."""
     if token is None:
         check_host(request)
     else:

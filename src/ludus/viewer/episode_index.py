@@ -6,7 +6,7 @@ and threads, and gone with the server. `sync` compares the files with what has b
 the newest steps first, a few files at a time: the first page can be shown long before the last file is read.
 One thread syncs; every query has a cursor of its own and sees the table as it was when it began.
 
-A file that cannot be read (half-written, damaged, not by Ludus) is a problem that people are told of, and is
+A file that cannot be read (half-written, damaged, not by Ludus) is shown as a problem, and is
 tried again when it changes. A file that is gone takes its episodes along.
 """
 
@@ -105,7 +105,7 @@ SORTS = {
     "step": "step", "reward": "reward", "turns": "turns", "tokens": "action_tokens", "seconds": "seconds",
     "task": "task", "advantage": "advantage", "version": "version",
 }  # fmt: skip
-"""What episodes can be sorted by, and the column."""
+"""Sort keys of episodes, and their columns."""
 
 
 class FilterError(LudusError):
@@ -208,7 +208,7 @@ class IndexState:
     waiting: int = 0
     """Files that have not been read yet."""
     problems: dict[Key, str] = field(default_factory=dict)
-    """What is wrong with files that cannot be read."""
+    """The errors of files that cannot be read."""
 
 
 class EpisodeIndex:
@@ -302,7 +302,7 @@ class EpisodeIndex:
         self.state.version += 1
 
     def _insert(self, run: str, paths: list[str]) -> str:
-        """Read files into the table; what is wrong with them, if anything is."""
+        """Read files into the table; returns their errors, empty if there are none."""
         error = ""
         for place in (0, 1):  # older files lack some columns
             sql = _INSERT

@@ -143,7 +143,7 @@ class EpisodeReader:
 
 
 def episode_json(trajectory: Trajectory, media: MediaStore | None) -> Json:
-    """What a page shows of an episode, apart from its tokens."""
+    """An episode for its page, without the tokens."""
     task, failure, branch = trajectory.task, trajectory.failure, trajectory.branch
     messages = shown_messages(trajectory)
     return {
@@ -223,7 +223,7 @@ def _with_turns(
 
 
 def _turns(trajectory: Trajectory) -> Iterator[Json]:
-    """What is known of each action, in order."""
+    """The data of each action, in order."""
     for number, sequence in enumerate(trajectory.sequences):
         for place, segment in enumerate(sequence.segments):
             if segment.kind is not SegmentKind.ACTION:
@@ -314,7 +314,7 @@ def _segment_json(
 
 
 def token_texts(ids: Sequence[int], tokenizer: Tokenizer | None) -> list[str] | None:
-    """What each token stands for; of a character of several tokens, the last one, and the others are empty."""
+    """The text of each token; a character of several tokens is given to the last, the others are empty."""
     if tokenizer is None:
         return None
     texts: list[str] = []

@@ -35,7 +35,7 @@ class EvaluationFolder(RunFolder):
         return any(True for _ in self._files())
 
     def recipe(self) -> Json:
-        """What was measured and who, in the places where a run's recipe has them."""
+        """The settings and the model of the evaluation, in the form of a run's recipe."""
         settings, model = _table(self._results / SETTINGS), _table(self._model / MODEL)
         return {
             "name": self._results.name,

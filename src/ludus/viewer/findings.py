@@ -1,4 +1,4 @@
-"""What needs a person, found in a run's metrics and episodes, the worst first; each with a way to look at it.
+"""Findings in a run's metrics and episodes that need a person, the worst first, each with a link.
 
 A finding is a suspicion with its evidence, in numbers, and a link to the episodes that show it. The functions
 on metrics are pure; those on episodes are queries of the index, and count what their links open: training and
@@ -70,7 +70,7 @@ def _stopped_early(rows: Rows, planned: int) -> str:
 
 
 def metric_findings(rows: Rows) -> Iterator[Finding]:
-    """What the numbers say."""
+    """Findings in the metrics."""
     for check in (_no_signal, _diverged, _engine_apart, _hacking, _lengths, _collapse, _truncated):
         yield from check(rows)
 
@@ -245,7 +245,7 @@ def _truncated(rows: Rows) -> Iterator[Finding]:
 
 
 def episode_findings(run: str, index: EpisodeIndex) -> Iterator[Finding]:
-    """What the recorded episodes say, training and evaluation alike."""
+    """Findings in the recorded episodes, training and evaluation alike."""
     checks: Sequence[Callable[[str, EpisodeIndex], Iterator[Finding]]] = (
         _lost,
         _tools,
@@ -402,7 +402,7 @@ def _paying_part(run: str, index: EpisodeIndex, usual: float) -> str:
 
 
 def _one_answer(run: str, index: EpisodeIndex) -> Iterator[Finding]:
-    """The same answer to many different questions."""
+    """A finding where many different questions get one answer."""
     rows = index.rows(
         "WITH own AS (SELECT * FROM episodes WHERE run = $1 AND answer IS NOT NULL AND trim(answer) <> '' AND "
         "target IS NOT NULL AND target <> 'null' AND step >= (SELECT max(step) - 10 FROM episodes "

@@ -1,4 +1,4 @@
-"""What people say about episodes, kept as data to train on, in a folder of its own.
+"""People's labels of episodes, stored as training data in a folder of their own.
 
     labels.jsonl        every label: {"prompt", "completion", "label": true | false, "score", "note", ...}
                         (KTO and reward models read it)
@@ -144,7 +144,7 @@ class LabelStore:
 
 
 def split_messages(trajectory: Trajectory) -> tuple[list[Json], list[Json]]:
-    """What was asked, and what followed from the model's first message on, as chat messages."""
+    """(prompt, completion) as chat messages; the completion begins with the model's first message."""
     asked = trajectory.asked
     said = trajectory.messages[len(asked) :]
     if not asked or not said:

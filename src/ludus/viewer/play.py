@@ -5,7 +5,7 @@ asks for the next action, a person is asked instead, or the checkpoint acts if t
 does is recorded like a demonstration.
 
 Who waits for whom: the episode's coroutine waits for a move in a queue of its session; a request that makes a
-move waits until the episode asks for the next one, or is over. A session that nobody has touched for an hour is
+move waits until the episode asks for the next one, or is over. A session without a move for an hour is
 ended by the next request for a new one.
 """
 
@@ -45,7 +45,7 @@ class PlayError(LudusError):
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """What is done in the place of the model's next action, or that the model acts itself."""
+    """A person's move in place of the model's next action, or the request that the model acts."""
 
     kind: Literal["call", "say", "model"]
     content: str = ""
@@ -135,7 +135,7 @@ class PlaySession(Agent):
         return await self.state()
 
     async def state(self) -> Json:
-        """What there is to see, once the episode waits for a move or is over."""
+        """The state for the page, once the episode waits for a move or is over."""
         self.touched = time.monotonic()
         asked = asyncio.create_task(self._asks.wait())
         try:
@@ -210,7 +210,7 @@ class PlayRoom:
         await self._opened.aclose()
 
     def describe(self) -> Json:
-        """What can be played."""
+        """The task sets and the model that can be played."""
         return {
             "name": self._recipe.name,
             "model": self.model,

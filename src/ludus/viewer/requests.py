@@ -1,4 +1,4 @@
-"""What requests to the viewer hold, checked, and the responses to them."""
+"""Parsing and checking of requests to the viewer, and the responses to them."""
 
 from __future__ import annotations
 

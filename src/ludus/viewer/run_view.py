@@ -13,7 +13,7 @@ from ludus.viewer.findings import run_findings
 from ludus.viewer.workspace import NotFound, Workspace, plain, series_of, thinned
 
 HEADLINES = ("eval/success", "success", "reward", "eval/reward", "sft/loss", "dpo/loss", "loss")
-"""What a run is judged by at first sight: the first of these that it has."""
+"""Headline metric of a run: the first of these that it has."""
 _SPARK_POINTS = 60
 SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Outcome", ("success", "reward", "reward/", "pass@", "average@", "held_out_loss", "sets/")),
@@ -31,7 +31,7 @@ SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 class RunReader:
-    """What the pages of runs ask for."""
+    """Data for the pages of runs."""
 
     def __init__(self, workspace: Workspace, index: EpisodeIndex) -> None:
         self._workspace, self._index = workspace, index
@@ -49,7 +49,7 @@ class RunReader:
         return {"root": str(self._workspace.root), "is_single": self._workspace.is_single, "runs": runs}
 
     def _metrics(self, name: str) -> list[Json]:
-        """What a run has logged; an evaluation logs nothing, and is measured by its episodes."""
+        """The logged rows of a run; those of an evaluation are computed from its episodes."""
         rows = self._workspace.metrics(name)
         if rows or not isinstance(self._workspace.run(name), EvaluationFolder):
             return rows

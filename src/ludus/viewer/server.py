@@ -20,7 +20,7 @@ _MOST_BODY = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class ViewerConfig:
-    """What to look at, and who may look."""
+    """Settings of the viewer: the folder, the address, access, what can be played."""
 
     root: Path
     host: str = "127.0.0.1"

@@ -230,7 +230,7 @@ def _last_write(run: RunFolder) -> float:
 def series_of(
     rows: Sequence[Json], name: str, *, first: int | None = None, last: int | None = None
 ) -> Json:
-    """A metric as steps and values, thinned to what a screen can show; what is not finite is told apart."""
+    """A metric as steps and values, thinned to what a screen can show; non-finite values are listed apart."""
     points = [
         (row["step"], row[name])
         for row in rows

@@ -89,7 +89,7 @@ async def _checked(
     try:
         specs = [spec for one in sets for spec in await tool_specs(one.rollout, parts)]
         rollouts = {task.id: one.rollout for one in sets for task in (*one.tasks, *one.held_out)}
-        for one in sets:  # whoever has recorded it may have counted tokens otherwise
+        for one in sets:  # another program may have counted tokens otherwise
             one.rollout.budgets = one.rollout.budgets.model_copy(update={"max_tokens": _MOST_TOKENS})
         pipeline = QualityPipeline(
             settings,

@@ -1,4 +1,4 @@
-"""What `ludus check` does: load the thing, use it, and say what is wrong as (severity, text)."""
+"""The checks of `ludus check`: load a part, use it, and report problems as (severity, text)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SAMPLE = 16
 BYTES_PER_TOKEN = 8
 """More than the text of any language takes."""
 MOST_TOLD = 5
-"""How many of the same kind are told one by one."""
+"""Most findings of one kind that are listed one by one."""
 VARIANTS = 3
 """How often a check calls each tool, with other arguments each time."""
 SECONDS = 60.0
@@ -96,7 +96,7 @@ def recipe_findings(
 
 
 def _refusal(check: Callable[..., None], *arguments: object) -> Findings:
-    """What a check that would end a run has to say."""
+    """The findings of a check whose error would end a run."""
     try:
         check(*arguments)
     except LudusError as error:
@@ -152,7 +152,7 @@ def _images(parts: Parts) -> Findings:
 
 
 async def _within(seconds: float, what: str, work: Coroutine[Any, Any, Findings]) -> Findings:
-    """What a part of a check finds; or that it did not end in time, and where it waits."""
+    """The findings of a part of a check, or an error that says where it still waits at the deadline."""
     task = asyncio.ensure_future(work)
     done, _ = await asyncio.wait([task], timeout=seconds)
     if done:
@@ -303,7 +303,7 @@ class OneCall(Agent):
 
 
 def judge_tool_calls(tool: str, played: Sequence[tuple[ToolResult | None, Failure | None]]) -> Findings:
-    """What calls of one tool with different arguments tell about it."""
+    """Findings about one tool, from its calls with different arguments."""
     failures = [failure for _, failure in played if failure is not None]
     if failures:
         return [("error", f"the tool {tool!r} failed when it was called: {failures[0].message}")]
@@ -381,12 +381,12 @@ def _served_world(factory: object) -> World | None:
 
 
 async def anext_or_none(clauses: AsyncIterator[Clause]) -> Clause | None:
-    """The next of them, told as soon as it is there."""
+    """The next clause, as soon as it is there; None at the end."""
     return await anext(clauses, None)
 
 
 def _name_in(tasks: Sequence[Task], reference: str) -> str:
-    """What the tasks call an environment that the command line has by a file or a module."""
+    """The tasks' name for an environment that the command line names by a file or a module."""
     names = list(tasks[0].envs) if tasks else []
     if reference in names or not names:
         return reference

@@ -1,4 +1,4 @@
-"""What `ludus check reward` does: rewards beside people's labels, and tests that pass unsolved."""
+"""`ludus check reward`: compares rewards with people's labels, and finds tests that pass unsolved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `ludus check sandbox` does: try every door from inside, and say which layers and tiers hold."""
+"""`ludus check sandbox`: attempts each escape from inside, and reports the layers and tiers that hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ludus serve`: tools, environments and models behind HTTP, until told to stop."""
+"""`ludus serve`: tools, environments and models behind HTTP, until SIGINT or SIGTERM."""
 
 from __future__ import annotations
 

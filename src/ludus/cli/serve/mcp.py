@@ -116,7 +116,7 @@ def _tasks_of(worlds: list[str], tasks: str | None) -> list[Task]:
 
 
 def _tools_and_envs(names: list[str], settings: Path | None) -> tuple[list[ToolReference], list[str]]:
-    """What to serve, and the environments among it: those of a prebuilt name, or with env: before it."""
+    """Tools to serve, and the environments among them: prebuilt names, and names prefixed with env:."""
     from ludus.envs import WORLDS
     from ludus.tools.library import TOOLS
 

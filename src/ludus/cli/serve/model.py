@@ -58,7 +58,9 @@ def serve_model(
         ),
     ] = "split",
     temperature: Annotated[float, typer.Option(min=0.0, help="Where a request names none.")] = 1.0,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a reply, likewise.")] = 1024,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Most tokens of a reply, where a request does not say.")
+    ] = 1024,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"], typer.Option(help="Of the weights.")
@@ -131,7 +133,7 @@ async def _serve(
     history: History,
     tokens_per_step: int | None,
 ) -> None:
-    """Load the model, and serve it until told to stop."""
+    """Load the model, and serve it until SIGINT or SIGTERM."""
     from ludus.chat import Renderer, load_format
     from ludus.engine import EmbeddedEngine
     from ludus.model import context_limit

@@ -1,4 +1,4 @@
-"""What the commands of `ludus serve` share: options, the token, what is served, and how readiness is told."""
+"""Shared by the commands of `ludus serve`: options, the token, what is served, the readiness message."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def tools_file(settings: Path | None) -> ToolsFile:
 
 
 def announcing(stream: int, token_file: Path | None) -> Callable[[str], None]:
-    """Says on `stream` that the server is ready."""
+    """A callback that writes the server's address to `stream` when it is ready."""
 
     def ready(address: str) -> None:
         with suppress(BrokenPipeError):  # the parent may have closed its end
@@ -101,7 +101,7 @@ def private_stdout() -> int:
 
 
 def chosen_token(file: Path | None, no_token: bool, host: str) -> tuple[str | None, Path | None]:
-    """The token, and the file where clients find it if it is one of our own."""
+    """The token, and the file where clients find it if it was generated here."""
     from ludus.tools.remote_http import is_loopback, own_token
 
     given = os.environ.get("LUDUS_TOKEN")
@@ -121,5 +121,5 @@ def chosen_token(file: Path | None, no_token: bool, host: str) -> tuple[str | No
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"no token can be kept for your clients: {error}. Set LUDUS_TOKEN, or --no-token where "
-            "nobody else uses this machine"
+            "no other user has access to this machine"
         ) from error

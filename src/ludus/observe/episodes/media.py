@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 MEDIA = "media"
 _NAME = re.compile(r"[0-9a-f]{64}")
 _MOST_BYTES = 1_000_000_000
-"""What a run keeps in all; of later images only the hash is recorded."""
+"""Bytes of images that a run stores in all; of later images only the hash is recorded."""
 
 
 class MediaStore:

@@ -40,7 +40,7 @@ FAILURE_FIELDS = tuple(field.name for field in fields(Failure))
 """Stored in columns of their own, failure_boundary and so on."""
 _BRANCH = tuple(field.name for field in fields(Branch))
 _OF_TRAINING = ("advantages", "entropies")
-"""What a step of RL notes for each token of an action."""
+"""Columns that a step of RL fills for each token of an action."""
 _JSON = frozenset({"target", "envs", "metadata", "tool_calls", "calls", "media"})
 """Columns of JSON text, which `dump_value` has escaped."""
 _TRAJECTORY = TypeAdapter(Trajectory)

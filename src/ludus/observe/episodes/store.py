@@ -83,7 +83,7 @@ def write_groups(
 
 
 def read_notes(path: str | Path) -> list[Json]:
-    """What was noted of each group of a file; nothing where it was written without."""
+    """The notes on each group of a file; empty if it was written without notes."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -117,7 +117,7 @@ def read_groups(path: str | Path) -> list[Group]:
 
 
 def read_numbered_groups(path: str | Path) -> dict[int, Group]:
-    """The same, each under the number that it was written with."""
+    """The groups of a file by the number that each was written with."""
     groups: dict[int, Group] = {}
     for number, trajectory in _read(path):
         groups.setdefault(number, Group(trajectory.task, [])).trajectories.append(trajectory)

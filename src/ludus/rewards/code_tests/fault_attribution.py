@@ -1,9 +1,9 @@
-"""Fault attribution: when scoring an answer breaks, is that the answer's fault or ours?
+"""Fault attribution: when scoring an answer breaks, is the answer or the infrastructure at fault?
 
 Everything that an answer can cause is the answer's fault and scores 0: otherwise a policy could learn to
-leave its wrong answers unscored. It is ours only where the host can prove it: a control answer that does
-nothing, scored on the same task right after it, breaks as well. The control runs every time: a machine that
-was healthy a moment ago proves nothing.
+leave its wrong answers unscored. Infrastructure is at fault only where the host can prove it: a control answer
+that does nothing, scored on the same task right after it, breaks as well. The control runs every time: a
+machine that was healthy a moment ago proves nothing.
 
 Waiting for a place in the sandbox is never the answer's fault (`TimeBudget`, `SandboxBusy`).
 """
@@ -35,7 +35,7 @@ ScoreAnswer = Callable[[str, SandboxFactory], Awaitable[Parts]]
 _log = logging.getLogger(__name__)
 
 _MARGIN_SECONDS = 1.0
-"""What ending an execution may take after its time limit; not counted as waiting for a place."""
+"""Seconds to end an execution after its time limit; not counted as waiting for a place."""
 _MOST_REPEATED = 2
 """How many answers are scored again at a time: each needs a new sandbox, which starts an interpreter."""
 
@@ -107,7 +107,7 @@ async def _score_again(
 async def _score_control(
     score: ScoreAnswer, control: str, sandboxes: SandboxFactory, first: Exception
 ) -> Parts:
-    """The control answer's parts; if it breaks as well, raise the first error: it is ours."""
+    """The control answer's parts; if it breaks as well, raise the first error: infrastructure's."""
     try:
         return await score(control, sandboxes)
     except Exception as error:
@@ -222,7 +222,7 @@ class SandboxedReward(CheckedReward, ABC):
         return parts
 
     def _answer_of(self, trajectory: Trajectory) -> str:
-        """What is scored."""
+        """The text that is scored."""
         return trajectory.answer or ""
 
     @abstractmethod

@@ -136,7 +136,7 @@ class SqlMatch(SandboxedReward):
         return [Database.of(self.folder / str(one), self.engine) for one in several]
 
     def _readable(self, database: Database) -> tuple[str, ...]:
-        """What the sandbox must see: the folder, so that all databases in it share one, or the file."""
+        """Paths that the sandbox must see: the folder, so that its databases share a sandbox, or the file."""
         folder = self.folder.resolve()
         if not database.readable:
             return ()
@@ -175,7 +175,7 @@ _WORDS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class TableRules:
-    """What counts as the same table."""
+    """Rules of table comparison."""
 
     ordered: bool = False
     """The rows must come in the same order."""
@@ -241,7 +241,7 @@ def _orders(one: ResultTable, other: ResultTable, rules: TableRules) -> Iterator
 
 
 def _profile(rows: Sequence[Row], column: int) -> tuple[Counter[Any], list[float]]:
-    """What equal columns have in common, in any order: the counts of their values, and their sorted numbers."""
+    """Order-free profile of a column, alike for equal columns: counts of its values, and its sorted numbers."""
     values = [row[column] for row in rows]
     return Counter(map(_shape, values)), sorted(n for value in values for n in _numbers(value))
 
@@ -324,7 +324,7 @@ def _is_perfect(choices: Sequence[Sequence[int]]) -> bool:
 
 
 def _same_row(one: Value, other: Value, tolerance: float) -> bool:
-    """The same for a row, a list inside it, or a single value."""
+    """Equality within the tolerance of two rows, lists inside them, or single values."""
     if isinstance(one, tuple) and isinstance(other, tuple):
         return len(one) == len(other) and all(
             _same_row(a, b, tolerance) for a, b in zip(one, other, strict=True)

@@ -4,7 +4,7 @@
     ["assert f(1) == 2", "def test_b(): ..."]        sources, each with tests or to prepare those after it
     [{"stdin": "1 2", "stdout": "3"}]                programs that read and write ("input"/"output" as well)
     [{"args": [1, 2], "kwargs": {}, "expected": 3}]  calls of `function`
-    {"function": "f", "cases": [...]}                the same with what the cases share
+    {"function": "f", "cases": [...]}                calls of one function
     {"inputs": [...], "outputs": [...], "fn_name": "f"}    as APPS has it; without fn_name for stdin
     {"source": "...", "entry": "f"}                  source that is given the function, as HumanEval has it
 
@@ -32,7 +32,7 @@ MOST_CASES = 1_000
 
 @dataclass(frozen=True, slots=True)
 class StdinCase:
-    """What the program reads, and what it should write."""
+    """Standard input of a program, and its expected output."""
 
     stdin: str
     stdout: str
@@ -40,7 +40,7 @@ class StdinCase:
 
 @dataclass(frozen=True, slots=True)
 class CallCase:
-    """What a function is called with, and what it should return."""
+    """Arguments of a call, and its expected result."""
 
     function: str
     args: tuple[Any, ...]

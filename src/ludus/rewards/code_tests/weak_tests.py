@@ -77,7 +77,7 @@ CHEATS = {
     **{f"methods that return {told}": f"_methods({value})" for told, value in _VALUES.items()},
     "an error": "_raises",
 }
-"""What every name of the solution is, by what it gives."""
+"""The object that replaces every name of the solution, for each cheat."""
 PROGRAMS = {
     "a program that prints nothing": "",
     "a program that repeats its input": "import sys\nprint(sys.stdin.read(), end='')",
@@ -115,7 +115,7 @@ class WeakTest:
 
 
 async def find_weak_tests(reward: UnitTests, tasks: Iterable[Task]) -> list[WeakTest]:
-    """What of the tests of these tasks passes unsolved, by task and cheat. A broken task is left out."""
+    """Tests of these tasks that pass unsolved, by task and cheat. Broken tasks are left out."""
     places = asyncio.Semaphore(_AT_ONCE)
 
     async def one(task: Task, cheat: str, code: str) -> WeakTest | None:
@@ -152,7 +152,7 @@ def _solution(names: Iterable[str], value: str) -> str:
 
 
 def _text_of(result: TestResult, task: Task, reward: UnitTests) -> str:
-    """What a test says, where its name tells which one it is; else its name."""
+    """The source text of a test, where its name identifies it; else its name."""
     tests = tests_of(task, reward.key, reward.function)
     kind, _, number = result.name.partition(",")[0].partition(" ")
     if not isinstance(tests, SourceTests) or not number.isdecimal():

@@ -1,4 +1,4 @@
-"""What a guest process gives up before it runs model-written code: users, files, limits, system calls.
+"""Confinement of a guest process before it runs model-written code: users, files, limits, system calls.
 
 Two arrangements (`sandbox.isolation` picks one): *namespaces*, where each session has its own user, pid and
 mount namespace; and *bare*, where Landlock, seccomp and resource limits alone hold a session.

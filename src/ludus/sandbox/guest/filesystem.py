@@ -1,4 +1,4 @@
-"""What a session sees of the file system, where mount namespaces are available.
+"""The file system of a session, where mount namespaces are available.
 
 Each fork server builds a root once: the system and the Python installation, read-only; no home folders, no
 sockets, no secrets. Each session adds one private tmpfs (the *box*) with a bounded size and number of files,

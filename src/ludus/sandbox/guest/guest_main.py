@@ -194,7 +194,7 @@ def _reap(pids: set[int]) -> None:
 
 
 def _fork_status(pid: int, forks: set[int]) -> int | None:
-    """How a fork of ours ended, as `os.wait` gives it; None when it has not, or is not ours."""
+    """How a fork of this process ended, as `os.wait` gives it; None if it lives or is not a child."""
     if pid not in forks:
         return None
     try:
@@ -240,7 +240,7 @@ def _fork(
 
 
 def _obstacle(ours: set[int], forks: set[int]) -> str | None:
-    """What a fork would lose or share; None when nothing prevents it.
+    """Why the session cannot be forked: a resource that the fork would lose or share; None if it can.
 
     `ours` are the descriptors that are not the code's, `forks` the children that are forks themselves.
     """

@@ -134,7 +134,7 @@ def bar_capabilities() -> None:
         try:
             prctl(PR_CAPBSET_DROP, capability)
         except OSError:
-            return  # past the last one this kernel knows, or none of them ours to drop
+            return  # past the last one this kernel knows, or no right to drop any of them
 
 
 def drop_capabilities() -> None:

@@ -1,6 +1,6 @@
 """Runs in a container: keeps one interpreter, and runs the statements that come on its standard input.
 
-A request is a line of JSON: code, stdin, cpu_seconds and a mark that nobody else knows. The report is written
+A request is a line of JSON: code, stdin, cpu_seconds and a mark that only the host knows. The report is written
 after the mark on stdout; the mark on stderr says that nothing more comes there.
 """
 

@@ -147,7 +147,7 @@ def program(
     `own_pid`: allow signals to this process only; for machines where neither a pid namespace nor Landlock
     keeps signals inside. `keep_modes`: calls that change modes, owners and times of files do nothing and
     report success, as archivers and installers expect; for when the user's other files are reachable by name.
-    `sees_others`: processes and files of others are reachable by name, so a process may change only its own
+    `sees_others`: other processes and files are reachable by name, so a process may change only its own
     limits and priorities, and no extended attributes.
 
     Layout: check the architecture, refuse the x32 ABI, then the rules on arguments, then a binary search over

@@ -24,13 +24,13 @@ _IDLE_SHARE = 0.05
 """The share of a CPU that a session may use while it runs nothing for the host."""
 _EXCEEDED, _UNREADABLE = 3, 4
 _VERDICTS = {_EXCEEDED: "memory", _UNREADABLE: "unreadable"}
-"""What a memory counter's exit status says; one that was killed says nothing."""
+"""Meaning of a memory counter's exit status; a killed counter has no verdict."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
 _ROUNDS = 100
 _FEW_DESCRIPTORS = 64
 _SOCKET_BYTES = 320 << 10
-"""What a Unix socket holds at most: its send buffer (208 kB, which code cannot raise) and one message."""
+"""Most bytes that a Unix socket holds: its send buffer (208 kB, which code cannot raise) and one message."""
 
 Excess = tuple[int, str]
 """A session's number, and the limit that it has exceeded."""
@@ -261,7 +261,7 @@ def is_dead(pid: int) -> bool:
 
 
 def namespace_pids(pid: int) -> list[int]:
-    """The pids of a process in all its pid namespaces, ours first, its innermost last."""
+    """The pids of a process in all its pid namespaces, this process's first, its innermost last."""
     for line in _read(f"/proc/{pid}/status").splitlines():
         if line.startswith(b"NSpid:"):
             return [int(number) for number in line.split()[1:]]

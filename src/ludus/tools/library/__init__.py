@@ -104,7 +104,7 @@ def tools_named(specs: Sequence[Spec]) -> list[Tool | type[Tool]]:
 
 
 def _found(spec: Any) -> tuple[Any, dict[str, Any]]:
-    """What a spec names, and the options it gives."""
+    """The object that a spec names, and the options that it gives."""
     if is_mcp(spec):
         return mcp_tools(spec), {}
     if isinstance(spec, str):
@@ -140,7 +140,7 @@ def _name(spec: Any) -> str:
 
 
 def _with_options(found: Any, options: Mapping[str, Any], name: str, *arguments: Any) -> Any:
-    """What a class or a factory makes of the options; unknown ones are refused by name."""
+    """Call a class or a factory with the options; unknown ones are refused by name."""
     if isinstance(found, Tool) or not callable(found):
         raise ConfigError(f"the tool {name!r} takes no options ({', '.join(options)})")
     signature = inspect.signature(found)

@@ -58,7 +58,7 @@ _HINTS = {
 
 
 class CalculationError(ValueError):
-    """What is wrong with an expression, in words for the model that wrote it."""
+    """An expression that cannot be computed; the message is for the model that wrote it."""
 
 
 @tool

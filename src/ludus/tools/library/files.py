@@ -23,12 +23,12 @@ _MOST_LINES = 500
 _MOST_ENTRIES = 200
 _CONTEXT_LINES = 4
 _ENTRY = re.compile(r"(\S) ([0-9]{1,20}) (.+)", re.DOTALL)
-"""What `find` is told to say of a file: its kind, size and name."""
+"""A line of `find`'s output: kind, size and name of a file."""
 _WITH_ENDS = re.compile(r"[^\n]*\n|[^\n]+")
 
 
 class FileTool(SandboxTool):
-    """What the file tools share: a session, and file errors told in the model's words."""
+    """Base of the file tools: a session, and file errors in words for the model."""
 
     @asynccontextmanager
     async def _lease(self, path: str, context: ToolContext) -> AsyncIterator[SessionLease]:

@@ -345,7 +345,7 @@ def _package(name: Literal["bm25s", "faiss"]) -> Any:
 
 
 def checked_query(query: str) -> str:
-    """A query that can be searched for; the model is told what is wrong with another."""
+    """The query, if it can be searched for; else a `ToolFault` says what is wrong with it."""
     query = " ".join(query.split())
     if not query:
         raise ToolFault("the query is empty; write what you want to find")

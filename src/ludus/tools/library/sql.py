@@ -50,7 +50,7 @@ class SqlOptions(Config):
     memory_mb: int = 256
     """Memory for one query."""
     name: str = "sql"
-    """What the model calls it. The schema is `schema`, or `<name>_schema` under another name."""
+    """The name of the tool. The schema is `schema`, or `<name>_schema` under another name."""
 
 
 class _DatabaseTool(SandboxTool):
@@ -141,12 +141,12 @@ class SchemaTool(_DatabaseTool):
 
 
 def problem_of(result: QueryResult) -> str:
-    """What the model reads of a query without a result."""
+    """The error text for the model, for a query without a result."""
     return f"Error: {result.message}"
 
 
 def fault_of(result: QueryResult) -> Fault:
-    """Whose and what kind of fault that is."""
+    """The kind of fault of a query without a result."""
     return _FAULTS.get(result.problem or SqlProblem.SQL, Fault.TOOL_RAISED)
 
 

@@ -1,7 +1,7 @@
 """The web: search through Serper or an API like it, and reading pages.
 
-Whose fault is what. A search that fails is ours: it is retried, and then ends the episode as a failure. A page
-that cannot be read is something to tell the model, which chose its address. Wrap both in a recording
+A search that fails is an infrastructure failure: it is retried, and then ends the episode. A page that cannot
+be read is the fault of the model, which chose its address and reads the reason. Wrap both in a recording
 (`agent.record`) to pay for a query once and to repeat a run offline.
 
 What a model asks for must not reach into the local network. `visit` looks at the address of every socket

@@ -1,6 +1,4 @@
-"""What of a server's tools an agent is offered: permissions, names that formats can write, schemas that
-make sense.
-"""
+"""The tools of a server that an agent is offered: permissions, names that formats can write, valid schemas."""
 
 from __future__ import annotations
 
@@ -26,11 +24,11 @@ _MOST_NAME = 64
 
 @dataclass(frozen=True, slots=True)
 class OfferedTool:
-    """A tool of a server, as the model is told of it."""
+    """A tool of a server, as it is offered to the model."""
 
     spec: ToolSpec
     name: str
-    """What the server calls it."""
+    """The server's name of the tool."""
     is_read_only: bool = False
     """Whether the server declares that it changes nothing."""
     repeatable: bool = False
@@ -118,7 +116,7 @@ def _free_name(name: str, taken: Mapping[str, Any]) -> str:
 
 
 def schema_problem(schema: Any) -> str:
-    """What is wrong with a schema, in so far as models and checks depend on it; empty if nothing is."""
+    """The problem of a schema, as far as models and checks depend on it; empty if there is none."""
     try:
         size = len(json.dumps(schema))
     except (ValueError, TypeError, RecursionError):

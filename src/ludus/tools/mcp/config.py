@@ -1,4 +1,4 @@
-"""What a recipe says about an MCP server: `"mcp:uvx some-server"`, `"mcp:https://..."`, or a table `{ mcp =
+"""Settings of an MCP server in a recipe: `"mcp:uvx some-server"`, `"mcp:https://..."`, or a table `{ mcp =
 "..." }`.
 """
 
@@ -21,7 +21,7 @@ from ludus.core.failures import ConfigError, not_there
 
 SCHEME = "mcp:"
 FILES = "{files}"
-"""What stands in a command for the folder of `files`."""
+"""Placeholder in a command for the folder of `files`."""
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
@@ -31,9 +31,9 @@ class MCPServerConfig(Config):
     mcp: str
     """The command that starts it (stdio), such as "uvx mcp-server-time", or its address (streamable HTTP)."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Variables of the command; it inherits PATH, HOME and the like, and no others. ${NAME} is one of ours."""
+    """Variables of the command; it inherits only PATH, HOME and the like. ${NAME} is one of the run's."""
     headers: dict[str, str] = Field(default_factory=dict)
-    """Headers of every request to the address; ${NAME} is a variable of ours, such as a token."""
+    """Headers of every request to the address; ${NAME} is a variable of the run, such as a token."""
     cwd: Place | None = None
     """The folder that the command runs in; this one when left out."""
     files: Place | None = None
@@ -68,7 +68,7 @@ class MCPServerConfig(Config):
     max_chars: int = Field(default=20_000, ge=100)
     """Characters of a result; the middle of a longer one is left out."""
     max_message_bytes: int = Field(default=16_000_000, ge=10_000)
-    """Bytes of one message of the server; a larger result is not read, and the model is told."""
+    """Bytes of one message of the server; a larger result is not read, and the model gets an error."""
 
     @field_validator("mcp")
     @classmethod
@@ -91,7 +91,7 @@ class MCPServerConfig(Config):
 
     @property
     def label(self) -> str:
-        """What messages call the server; an address without its query, which may hold a key."""
+        """Name of the server in messages; an address without its query, which may hold a key."""
         if self.is_http:
             parts = urlsplit(self.mcp)
             port = f":{parts.port}" if parts.port else ""
@@ -154,7 +154,7 @@ class MCPServerConfig(Config):
         return made
 
     def _check_kind(self) -> None:
-        """What a command has and an address has not, and the other way round."""
+        """Refuse settings of commands on an address, and settings of addresses on a command."""
         wrong = ("env", "cwd", "files") if self.is_http else ("headers",)
         for name in wrong:
             if getattr(self, name):
@@ -188,7 +188,7 @@ def is_address(server: str) -> bool:
 
 
 def expanded(text: str, where: str) -> str:
-    """`text` with ${NAME} replaced by that variable of ours, so that no secret stands in a recipe."""
+    """`text` with ${NAME} replaced by that environment variable: recipes need not hold secrets."""
 
     def value(match: re.Match[str]) -> str:
         found = os.environ.get(match[1])

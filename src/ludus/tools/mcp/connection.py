@@ -1,7 +1,7 @@
 """One connection to an MCP server, from its start to its end: a process, or a session behind an address.
 
 Who waits for whom. The SDK wants a client entered and left by one task, so a connection has a task of its
-own that does nothing else. Requests are made by whoever needs them, many at once, each within its own
+own that does nothing else. Requests come from any task, many at once, each within its own
 deadline. When the server's output ends, or the task does, all requests in flight fail with `ServerGone`.
 
 A request past its deadline says nothing of whose fault that is. So the server is asked something easy then:
@@ -39,7 +39,7 @@ _PROBE_SECONDS = 3.0
 _CLOSE_SECONDS = 10.0
 _MOST_PAGES = 200
 _HTTP_ENDED = ("Session terminated", "Server returned an error response")
-"""What the SDK's transport says in the server's place, when HTTP itself refused."""
+"""Messages of the SDK's transport when HTTP itself refused."""
 _HTTP_UNREADABLE = ("Failed to parse", "Unexpected content type")
 """How that begins when the answer is no JSON-RPC."""
 _MOST_SHOWN = 300
@@ -90,7 +90,7 @@ class MCPConnection:
 
     @property
     def catalog(self) -> ToolCatalog | None:
-        """What the server offered when it was last asked."""
+        """The tools that the server listed last."""
         return self._catalog
 
     @property
@@ -132,7 +132,7 @@ class MCPConnection:
         await self._ready.wait()
 
     async def _own(self, mode: str) -> None:
-        """Enter the client, and stay until told to leave or until the server ends."""
+        """Enter the client, and stay in it until `close` or until the server ends."""
         client = Client(
             with_short_results(self._server.streams()),
             mode=mode,
@@ -154,7 +154,7 @@ class MCPConnection:
                         one.cancel()
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # noqa: BLE001 - groups of the SDK's task groups; told to whoever asks next
+        except BaseException as error:  # noqa: BLE001 - groups of the SDK's task groups; the next request raises it
             self._error = error
         finally:
             self._session = None
@@ -258,7 +258,7 @@ class MCPConnection:
     # Lists
 
     async def list(self) -> ToolCatalog:
-        """What the server offers now; it is asked again only after it has said that something changed."""
+        """The server's current tools; it is asked again only after it has announced a change."""
         async with self._listing:
             if self._catalog is None or self._is_stale:
                 self._is_stale = False

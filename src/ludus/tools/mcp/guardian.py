@@ -1,5 +1,5 @@
-"""The parent of a server process: it dies with us, however we end, and takes all of the server's processes
-along.
+"""The parent of a server process: it ends when the run does, however that happens, and kills all of the
+server's processes.
 
 A program of its own (`python -I -S guardian.py PARENT COMMAND...`), between a run and a server that is
 started by a command. The command inherits standard input, output and error; the guardian keeps none of the
@@ -43,7 +43,7 @@ def _children() -> list[int]:
 
 
 def _kill_all() -> None:
-    """Kill until no process is left. The children of a killed process become ours."""
+    """Kill until no process is left. The children of a killed process become this one's."""
     while True:
         for pid in _children():
             try:

@@ -1,4 +1,4 @@
-"""What a server answers, as the model reads it: text, structured content, images, links to resources; and the
+"""A server's answers as results for the model: text, structured content, images, links to resources; and the
 tools that stand for its resources and prompts.
 
 Results with very many blocks are cut before the SDK reads them, because it checks each block on the event loop.

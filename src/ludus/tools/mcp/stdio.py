@@ -42,7 +42,7 @@ from ludus.tools.mcp.config import MCPServerConfig
 _log = logging.getLogger(__name__)
 
 TOO_LARGE = -32050
-"""The JSON-RPC code of an answer that was too large to be read: ours, in the range that is free for clients."""
+"""JSON-RPC code for an answer that was too large to be read, in the range that is free for clients."""
 NO_JSON_RPC = -32051
 """That of an answer to a request that is none as the protocol has them, such as `"result": null`."""
 _CHUNK = 1 << 16
@@ -170,7 +170,7 @@ async def _read(
     finally:
         known.status = process.returncode
         with anyio.CancelScope(shield=True), anyio.move_on_after(_GRACE_SECONDS):
-            known.status = await process.wait()  # so that whoever reports its end can say how
+            known.status = await process.wait()  # for messages about its end
         known.ended.set()
         session.close()
 
@@ -199,7 +199,7 @@ def _message(line: bytes | LongLine, known: ServerProcess) -> SessionMessage | N
 
 
 def _answered(line: bytes) -> int | None:
-    """The request that a line means to answer: whoever made it should not wait for another answer."""
+    """The id of the request that a line means to answer: its caller should not wait for another answer."""
     try:
         message = json.loads(line)
     except (ValueError, RecursionError):
@@ -228,7 +228,7 @@ async def _write(process: Process, messages: Any) -> None:
     except (anyio.BrokenResourceError, anyio.ClosedResourceError, OSError) as error:
         _log.debug("the server reads no more: %r", error)
     finally:
-        messages.close()  # whoever writes to it now learns that nobody reads
+        messages.close()  # later writers get an error, since there is no reader
 
 
 async def _read_stderr(process: Process, known: ServerProcess) -> None:

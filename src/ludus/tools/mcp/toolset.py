@@ -4,10 +4,10 @@ Who waits for whom. A shared server is started by the first episode that needs i
 wait for that start. With a server per episode, `servers` of them run at once, and further episodes wait in
 `open`. Calls wait for one of `concurrency` slots. A server that has died is started again by the next call
 that needs it, after a pause that doubles with each failure in a row; once `restarts` of them have failed,
-every caller is told why at once, until the pause is over.
+every caller gets the error at once, until the pause is over.
 
-Whose fault is what. What the server refuses, and a call that is too slow on a server that lives, the model
-reads. A server that died or hangs is a failure of ours: a call that may be repeated (it declares itself
+Refusals of the server, and a call that is too slow on a server that lives, are faults that the model reads. A
+server that died or hangs is an infrastructure failure: a call that may be repeated (it declares itself
 read-only or idempotent, and the episode has no state there) is sent once more to the new server; any other
 ends the episode, which is played again. A session whose server is gone has lost its state, and is never
 quietly replaced.
@@ -49,14 +49,14 @@ _RESTARTS = Restarts(first_pause=0.1, longest_pause=30.0)
 
 @dataclass(slots=True)
 class _EpisodeState:
-    """What an episode has of the server."""
+    """State of an episode."""
 
     connection: MCPConnection | None = None
     """Its own, where each episode has one."""
     seen: ToolCatalog | None = None
-    """What it was last told that there is."""
+    """The catalog that the episode got last."""
     kept: EpisodeState = field(default_factory=EpisodeState)
-    """What its own server has of it."""
+    """State of the episode on its own server."""
     opening: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -104,7 +104,7 @@ class MCPTools:
         return [*state.seen.specs, *(one.spec for one in self._extras.values())]
 
     async def changed(self, context: ToolContext) -> bool:
-        """Whether the list may be another one than the episode was last told."""
+        """Whether the list may differ from the one that the episode last got."""
         state = self._episodes.get(context.episode)
         if state is None or state.seen is None:
             return False

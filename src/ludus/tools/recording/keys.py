@@ -30,7 +30,7 @@ _MOST_BITS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What identifies a call. `arguments` are for people to read, and cut where they are very long."""
+    """The identity of a call. `arguments` are for people to read, and cut where they are very long."""
 
     tool: str
     version: str

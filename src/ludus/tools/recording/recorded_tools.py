@@ -377,11 +377,11 @@ class RecordingConfig(Config):
     versions: dict[str, str] = Field(default_factory=dict)
     """Versions of tools by name, in place of a digest of their source."""
     scope: Scope = Scope.TASK
-    """Who shares the records of stateful tools: all attempts at a task, or each episode its own."""
+    """Which episodes share the records of stateful tools: all attempts at a task, or none."""
     name: str = Field(default="tools", min_length=1)
-    """What this set of tools is called there: two sets in one store have different names."""
+    """Name of this set of tools in the store: two sets in one store have different names."""
     on_divergence: OnDivergence = OnDivergence.FAIL
-    """What to do when a real tool, catching up, answers otherwise than recorded: fail or continue."""
+    """Reaction to a real tool that, catching up, answers otherwise than recorded: fail or continue."""
 
     def wrap(self, tools: Any) -> RecordedTools:
         """`tools` with this memory."""

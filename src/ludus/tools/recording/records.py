@@ -1,4 +1,4 @@
-"""What a recording holds: results of calls and lists of tools, between typed values and a store of bytes.
+"""Contents of a recording: results of calls and lists of tools, between typed values and a store of bytes.
 
 A record is JSON, media as base64, compressed where it is long. It is never pickle: a recording may come from
 a stranger.
@@ -40,7 +40,7 @@ _COMPARED_CHARS = 400
 
 
 class Mode(StrEnum):
-    """What to do with a call."""
+    """How a call is answered."""
 
     RECORD = "record"
     """Call, and write; a record that is there already is replaced."""
@@ -51,16 +51,16 @@ class Mode(StrEnum):
 
 
 class OnDivergence(StrEnum):
-    """What to do when the real tool, catching up, answers differently from the recording."""
+    """The reaction to a real tool that, catching up, answers differently from the recording."""
 
     FAIL = "fail"
-    """The episode fails and leaves the loss and the baseline: the model has read what is not so."""
+    """The episode fails and leaves the loss and the baseline: the model has read a wrong result."""
     CONTINUE = "continue"
     """Warn, go on with the real tool as it is, and write nothing more in this episode."""
 
 
 class Scope(StrEnum):
-    """Who shares the records of stateful tools."""
+    """The episodes that share the records of stateful tools."""
 
     TASK = "task"
     """All attempts at a task, as long as their histories agree."""
@@ -148,7 +148,7 @@ class Records:
         return isinstance(self._inner, LocalTools)
 
     async def real_list(self, history: str, context: ToolContext) -> Specs:
-        """What the real set lists now; written down unless this only replays."""
+        """The list of the real set now; it is recorded, unless this only replays."""
         assert self._inner is not None
         specs = [(spec, self._version(spec)) for spec in await self._inner.list(context)]
         if self._mode is not Mode.REPLAY:

@@ -141,7 +141,7 @@ def _shown(address: str) -> str:
 
 
 def _label(row: bytes) -> Label | None:
-    """What `put` wrote; None for what another program wrote."""
+    """The label that `put` wrote; None for a row of another program."""
     try:
         tool, version, history, arguments_digest, arguments = json.loads(row)
     except (ValueError, TypeError):

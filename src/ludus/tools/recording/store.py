@@ -28,7 +28,7 @@ class Store(Protocol):
     """
 
     async def get(self, key: str) -> bytes | None:
-        """What is kept under `key`."""
+        """The data stored under `key`; None where there is none."""
 
     async def put(self, key: str, data: bytes, *, label: Label | None, replace: bool) -> None:
         """Keep `data`. Without `replace`, what is there already stays: the first one wins."""
@@ -88,7 +88,7 @@ class ThreadedStore(Generic[Client]):
         raise NotImplementedError
 
     async def _in_thread(self, action: Callable[[Client], T]) -> T:
-        """What `action` makes of the client; `WorkerError` when no thread can be had."""
+        """Run `action` with the client in a thread; `WorkerError` when no thread can be had."""
         if self._process != os.getpid():
             self._forget()
         if self._threads is None:

@@ -27,7 +27,7 @@ class TasksConfig(Config):
 
 
 class AgentConfig(Config):
-    """What the agent can do, and how it says so."""
+    """The agent: its tools, environments, loop and call format."""
 
     tools: tuple[str | dict[str, Any], ...] = ()
     """Tools by short name, 'module:function', a server's address, 'mcp:...', or tables with options
@@ -43,7 +43,7 @@ class AgentConfig(Config):
     pools: dict[str, PoolConfig] = Field(default_factory=dict)
     """How instances are kept, by the environment's name: [agent.pools.shop] size = 8, max_wait = 600."""
     step_rewards: Literal["sum", "max", "last"] | None = None
-    """What calls pay an episode in all: their sum, the highest, the last; as environments say when left out."""
+    """How rewards of calls make an episode's: sum, max or last; as environments say when left out."""
     loop: str = "ludus.rollouts.agent:Agent"
     """The agent: a class, 'command: python my_agent.py', or a function of (task, base_url, key)."""
     program: ProgramConfig = ProgramConfig()
@@ -66,7 +66,7 @@ class TaskSetConfig(Config):
     """One of several task sets. What it leaves out is as the recipe says."""
 
     name: str = Field(pattern=r"^[\w.-]+$")
-    """What its metrics are called: sets/NAME/..."""
+    """Name of the set, also in its metrics: sets/NAME/..."""
     train: Place
     """Tasks to learn from: a file, 'dataset:NAME:CONFIG@SPLIT', or 'module:function'."""
     evaluation: Place | None = None
@@ -88,7 +88,7 @@ class TaskSetConfig(Config):
     system: str | None = None
     """A system message, as in agent.system."""
     step_rewards: Literal["sum", "max", "last"] | None = None
-    """What calls pay an episode in all, as in agent.step_rewards."""
+    """How rewards of calls make an episode's, as in agent.step_rewards."""
 
     @field_serializer("budgets")
     def _limits(self, budgets: Budgets | None) -> dict[str, Any] | None:

@@ -18,7 +18,7 @@ class ClusterConfig(Config):
     """Processes that sample, each with a copy of the model on a device of its own, while others train; 0 is the
     trainer's own process, which samples the very module that it trains."""
     engine: str | None = None
-    """What samples, by name (embedded, process, vllm, or one that an installed package registers) or as
+    """The engine, by name (embedded, process, vllm, or one that an installed package registers) or as
     "file.py:Class" (docs/engine.md). Left out: vllm with servers, process with engines, else embedded."""
     servers: tuple[str, ...] = ()
     """Addresses of vLLM servers that sample instead, such as ["http://127.0.0.1:8000"] (ludus serve vllm)."""
@@ -30,7 +30,7 @@ class ClusterConfig(Config):
     replicas: int = Field(default=1, ge=1)
     """Copies of the model among the ranks (HSDP): each is sharded over trainer_ranks / replicas of them."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """What carries tensors between ranks; auto is nccl on GPUs and gloo on CPUs."""
+    """Communication backend between ranks; auto is nccl on GPUs and gloo on CPUs."""
     timeout: float = Field(default=600.0, gt=0)
     """Seconds that ranks wait for each other within a step before the run ends with an error, and that an
     engine may take to start, to load weights, or to give a sign of life before it is started again."""
@@ -94,7 +94,7 @@ _LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def launched_rank() -> tuple[int, int]:
-    """(rank, number of ranks) as torchrun, or whoever has set its variables, says; (0, 1) without any."""
+    """(rank, number of ranks) from torchrun's environment variables; (0, 1) without them."""
     if not all(name in os.environ for name in _LAUNCHED):
         return 0, 1
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -49,7 +49,7 @@ class LoraConfig(Config):
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     """Which linear layers, by the last part of their names, such as ["q_proj", "v_proj"]."""
     reference: Literal["start", "base"] = "start"
-    """What KL and DPO measure from: the model that the stage began with, or the bare one (docs/models.md)."""
+    """Reference of KL and DPO: the model that the stage began with, or the base model (docs/models.md)."""
 
     @model_validator(mode="after")
     def _has_targets(self) -> LoraConfig:

@@ -33,7 +33,7 @@ from ludus.training.data.conversations import Conversation, parse_conversations,
 
 @dataclass(slots=True)
 class Parts:
-    """What is not data: tasks, tools, environments, rewards, the agent, the demonstrations."""
+    """The code and data objects of a run: tasks, tools, environments, rewards, the agent, demonstrations."""
 
     tasks: Sequence[Task] = ()
     held_out: Sequence[Task] = ()
@@ -45,7 +45,7 @@ class Parts:
     agent: Agent = field(default_factory=Agent)
     demonstrations: Expert | Sequence[Conversation] | None = None
     audit: Audit | None = None
-    """Told of every tool call; a run writes them to its folder (run.audit)."""
+    """Called with a record of every tool call; a run writes them to its folder (run.audit)."""
 
     @property
     def uses_mcp(self) -> bool:
@@ -108,7 +108,7 @@ class NamedEnv:
 
 
 def named_envs(tools: Sequence[Any], rewards: Sequence[Any]) -> Iterator[NamedEnv]:
-    """What tools and rewards say of their environments."""
+    """Environments that tools and rewards name."""
     for one in tools_named(list(tools)):
         if one.env is not None:
             yield NamedEnv(one.env, one.pool_size, f"the tool {one.name or one!r}")
@@ -204,7 +204,7 @@ def resolve_part(name: str, value: Any, recipe: Recipe) -> Any:
 
 
 def demonstrations_of(config: SFTConfig, recipe: Recipe, parts: Parts) -> Any:
-    """What a stage imitates; the run's own where it names none, or the same."""
+    """The demonstrations of a stage; the run's where the stage names none or the same."""
     first, source = recipe.first_sft, config.demonstrations
     if source is None or (source, config.columns) == (first.demonstrations, first.columns):
         return parts.demonstrations
@@ -243,7 +243,7 @@ def _environment(name: str, given: Any) -> Callable[[], Env]:
 
 
 def _agent(given: Any, recipe: Recipe) -> Agent:
-    """An agent of ours, or a program that talks to a chat API."""
+    """An `Agent`, or a program that talks to a chat API."""
     if isinstance(given, str) and given.startswith(COMMAND):
         return _program(given.removeprefix(COMMAND).strip(), recipe)
     found = load_reference(given) if isinstance(given, str) else given
@@ -291,7 +291,7 @@ def read_demonstrations(source: str, columns: Columns) -> Expert | Sequence[Conv
 
 
 def objects_of(given: Mapping[str, Any]) -> dict[str, str]:
-    """What of these parts are objects that no recipe names, in words."""
+    """The parts that are Python objects, which no recipe names, with a description of each."""
     found = {name: [one for one in _each(value) if not isinstance(one, str | PathLike)]
              for name, value in given.items() if value is not None}  # fmt: skip
     return {name: _described(name, objects) for name, objects in found.items() if objects}
@@ -339,7 +339,7 @@ def check_rebuilt(run: str, objects: Mapping[str, str], given: Iterable[str]) ->
 
 
 ONLY = "tasks"
-"""What the set of a recipe without task sets is called."""
+"""Name of the task set of a recipe without task sets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,7 +352,7 @@ class TaskSetSpec:
     parts: Parts
     """The code of such a recipe."""
     config: TaskSetConfig | None = None
-    """What the recipe's table says; None for a recipe without such tables."""
+    """The set's table in the recipe; None for a recipe without such tables."""
 
     @property
     def limits(self) -> dict[str, float]:
@@ -370,7 +370,7 @@ def task_set_specs(recipe: Recipe, parts: Parts) -> list[TaskSetSpec]:
 
 
 def refuse_stray_tasks(recipe: Recipe, parts: Parts) -> None:
-    """Tasks that were passed beside task sets would be played by nobody."""
+    """Refuse tasks that were passed beside task sets: no set would play them."""
     if recipe.task_sets and (parts.tasks or parts.held_out):
         raise ConfigError(
             "the recipe has [[task_sets]], which bring their own tasks: leave out tasks= and held_out="

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 COMMAND = "command:"
-"""What agent.loop starts with when it is a command."""
+"""Prefix of an agent.loop that is a command."""
 _FILE = re.compile(
     r"(?P<path>.+\.(?:jsonl|json|toml|parquet|py|txt|md|gguf|db|sqlite3?|duckdb|sql))(?P<rest>:[\w.]+)?"
 )
@@ -30,7 +30,7 @@ _TEXTS = ("system", "run.folder", "wandb")
 
 
 def with_absolute_paths(value: Any, root: Path | None = None, place: tuple[str, ...] = ()) -> Any:
-    """The same tables; a text that names what is there under `root` (the working directory) is absolute."""
+    """Copy of the tables in which a text that names a path under `root` (the working directory) is absolute."""
     if isinstance(value, dict):
         return {name: with_absolute_paths(inner, root, (*place, name)) for name, inner in value.items()}
     if isinstance(value, list):

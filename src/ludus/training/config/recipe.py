@@ -42,7 +42,7 @@ StageConfig = Annotated[
     Field(discriminator="kind"),
 ]
 AGAIN = "ludus train --resume {path}"
-"""How a run that was stopped is gone on with, unless somebody else than `ludus train` has begun it."""
+"""Command shown for resuming an interrupted run; API callers pass their own."""
 STAGE_CONFIGS: tuple[type[BaseStageConfig], ...] = get_args(get_args(StageConfig)[0])
 """The kinds of stages, in the order of their settings."""
 
@@ -73,7 +73,7 @@ class Recipe(Config):
     warm_start: SFTConfig | None = None
     rl: RLConfig = RLConfig()
     stage: tuple[StageConfig, ...] = ()
-    """What to do, in order, where a warm start and RL are not it: tables with kind = sft, rl, dpo, ..."""
+    """The stages in order, instead of a warm start and RL: tables with kind = sft, rl, dpo, ..."""
     task_sets: tuple[TaskSetConfig, ...] = ()
     """Several task sets in one run, instead of [tasks]."""
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -162,7 +162,7 @@ class Recipe(Config):
 
     @property
     def stages(self) -> tuple[StageConfig, ...]:
-        """What the run does, in order."""
+        """The stages of the run, in order."""
         if self.stage:
             return self.stage
         first = () if self.warm_start is None else (self.warm_start,)
@@ -179,7 +179,7 @@ class Recipe(Config):
 
 
 PER_SET = ("success", "reward", "turns", "episodes")
-"""What a step tells of each task set, where there are several: sets/NAME/success, ..."""
+"""Metrics logged for each of several task sets: sets/NAME/success, ..."""
 
 
 # Checks across tables: settings that another table leaves without effect.

@@ -36,10 +36,10 @@ def find_recipe(path: str | Path) -> Path:
 
 
 def _of_folder(folder: Path) -> str:
-    """What to say of a folder that stands where a recipe is expected."""
+    """Error text for a folder given in place of a recipe."""
     text = f"{folder} is a folder, and a recipe is a TOML file"
     if RunFolder(folder).is_run:
-        return f"{text}: it is a run's, and `ludus train --resume {folder}` goes on with that run"
+        return f"{text}: it is a run's, and `ludus train --resume {folder}` resumes it"
     if (folder / "config.json").is_file():
         return f"{text}: it holds a model, which a recipe trains by model.name={folder}"
     found = sorted(str(one) for one in folder.glob("*.toml"))

@@ -41,7 +41,7 @@ Treatment = Literal["keep", "mask", "verltool"] | Annotated[float, Field(strict=
 
 
 class BrokenConfig(Config):
-    """What becomes of episodes that went wrong by the model's doing: keep, mask, verltool, or a number to add.
+    """Treatment of episodes that went wrong by the model's doing: keep, mask, verltool, or a number to add.
 
     A masked episode is not trained on, but stays in its group's baseline with its reward; as VerlTool has it
     (C.2), with the reward 0. A number is added to its reward.
@@ -78,7 +78,7 @@ class OverlongConfig(Config):
     buffer: int = Field(ge=1)
     """Over how many tokens before that it rises."""
     price: float = Field(default=1.0, gt=0)
-    """What it costs at most."""
+    """The highest penalty."""
 
     @model_validator(mode="after")
     def _fits(self) -> OverlongConfig:
@@ -91,7 +91,7 @@ class PlateauConfig(Config):
     """End the stage when the use of a tool does not rise any more (ZeroTIR)."""
 
     metric: str = "tool_calls"
-    """What is followed, over the training episodes: tool_calls, or of one tool tool/NAME/calls."""
+    """The metric of the training episodes: tool_calls, or of one tool tool/NAME/calls."""
     after: int = Field(default=100, ge=3)
     """Steps of the stage before it may end."""
     window: int = Field(default=50, ge=3)
@@ -135,7 +135,7 @@ class ReplayBufferConfig(Config):
 
 @dataclass(frozen=True, slots=True)
 class RolloutSettings:
-    """What a step of any stage plays, and what becomes of the episodes."""
+    """Rollout settings of a step, for any stage, and the treatment of its episodes."""
 
     tasks: int
     attempts: int
@@ -214,7 +214,7 @@ class RLConfig(BaseStageConfig):
     critic: CriticConfig | None = None
     """The value function; algorithms that need one have it with these settings or the usual ones."""
     loss_mask: bool = True
-    """Train on what the model said alone. False trains on observations too: for ablations."""
+    """Train on the model's tokens alone. False trains on observations too: for ablations."""
     advantage_mask: bool = True
     """Let credit skip observations. False lets it flow through them: for ablations."""
     refill: RefillConfig | None = None
@@ -224,7 +224,7 @@ class RLConfig(BaseStageConfig):
     overlong: OverlongConfig | None = None
     """A price for length."""
     broken: BrokenConfig = BrokenConfig()
-    """What becomes of broken episodes."""
+    """Treatment of broken episodes."""
     plateau: PlateauConfig | None = None
     """End the stage early when a tool's use does not rise any more; its power law is in the report."""
     curriculum: tuple[CurriculumConfig, ...] = ()
@@ -239,7 +239,7 @@ class RLConfig(BaseStageConfig):
 
     @property
     def rollouts(self) -> RolloutSettings:
-        """What a step plays."""
+        """The rollout settings of a step."""
         return RolloutSettings(
             self.tasks,
             self.attempts,
@@ -257,7 +257,7 @@ class RLConfig(BaseStageConfig):
 
     @property
     def algorithm_settings(self) -> dict[str, Any]:
-        """What `load_algorithm` is called with."""
+        """Keyword arguments for `load_algorithm`."""
         names = ("options", "loss", "loss_options", "aggregation", "aggregation_options")
         found = {name: getattr(self, name) for name in (*names, "correction_options")}
         return {"name": self.algorithm, **found, "correction": self.importance_correction}

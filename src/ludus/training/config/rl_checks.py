@@ -54,7 +54,7 @@ def _is_plain(config: RLConfig) -> bool:
 
 
 def _check_algorithm(config: RLConfig) -> None:
-    """What the algorithm's functions say about options and needs; to ask them, torch is imported."""
+    """Check the options and needs of the algorithm's functions; this imports torch."""
     from ludus.algos import Need, load_algorithm
 
     needs = load_algorithm(**config.algorithm_settings).needs
@@ -86,7 +86,7 @@ def _check_needs(config: RLConfig, has_critic: bool) -> None:
 
 
 def _check_bootstrap(config: RLConfig) -> None:
-    """What is paid for being cut would be lost: a bootstrapped episode's outcome is the critic's value."""
+    """Refuse penalties for being cut with bootstrapping: the critic's value replaces the outcome."""
     if config.algorithm != "ppo" or not config.options.get("bootstrap"):
         return
     prices = [

@@ -95,7 +95,7 @@ class WandbConfig(Config):
 
 
 class RunConfig(Config):
-    """What is written down, and when."""
+    """The run's outputs: where, what and how often."""
 
     folder: Place | None = None
     """The run's folder; runs/NAME-COUNTER when left out."""

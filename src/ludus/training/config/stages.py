@@ -1,4 +1,4 @@
-"""Settings of a run's stages, each of which is a way of learning, or a measurement; RL's are in `rl.py`."""
+"""Settings of a run's stages, each of which trains or evaluates; RL's are in `rl.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Decay = Annotated[float, Field(ge=0, lt=1, strict=True)]
 
 @dataclass(frozen=True, slots=True)
 class UsualRates:
-    """The learning rates of a way of learning, where a recipe has none: by what is trained."""
+    """Default learning rates of a kind of stage, by the kind of weights that are trained."""
 
     scratch: float
     """All weights of a model made from scratch, by this run or by one before it."""
@@ -73,15 +73,15 @@ CRITIC_RATES = UsualRates(scratch=1e-3, full=1e-5, lora=1e-4)
 
 
 class BaseStageConfig(Config):
-    """What a run asks of a stage of any kind.
+    """Base of the settings of all stages.
 
     A new kind: a subclass, its place in `StageConfig` (recipe.py), a `Stage`, and a line in `STAGES`.
     """
 
     label: ClassVar[str]
-    """What stages of this kind are called in a sentence."""
+    """Name of this kind of stage in sentences."""
     prefix: ClassVar[str] = ""
-    """What its metrics are called, before the slash; RL's have none."""
+    """Prefix of its metrics, before the slash; RL's have none."""
     learns: ClassVar[bool] = True
     """Whether it changes the weights."""
     draws_tasks: ClassVar[bool] = True
@@ -95,7 +95,7 @@ class BaseStageConfig(Config):
 
     @property
     def title(self) -> str:
-        """What it is called in a sentence; for several losses in one kind, by the loss."""
+        """Name of the stage in sentences; by the loss, where a kind has several."""
         return self.label
 
     @property
@@ -157,7 +157,7 @@ class SFTConfig(BaseStageConfig):
         return "steps" if self.epochs is None else "epochs"
 
     def with_steps(self, found: int) -> SFTConfig:
-        """The same with a number of steps instead of epochs, over so many demonstrations."""
+        """A copy with a number of steps instead of epochs, over `found` demonstrations."""
         if self.epochs is None:
             return self
         learned = found - self.held_out_count(found)
@@ -177,9 +177,9 @@ class SFTConfig(BaseStageConfig):
 
 
 _MINING = ("tasks", "attempts", "margin")
-"""What a stage of preferences is told about playing."""
+"""Settings of a preference stage that apply only if it plays."""
 _OF_A_LOSS = {"gamma": "simpo", "desirable_weight": "kto", "undesirable_weight": "kto"}
-"""What only one of the preference losses has."""
+"""Settings that only one of the preference losses has."""
 
 
 class PreferenceConfig(BaseStageConfig):

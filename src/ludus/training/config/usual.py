@@ -1,4 +1,4 @@
-"""Settings that depend on the model: what a recipe leaves out, decided when a run begins, and told.
+"""Defaults that depend on the model: decided and printed when a run begins.
 
 A learning rate that suits a model made from scratch ruins a pretrained one. A written value always wins. What
 was decided is in the run's recipe.json, so that a resumed run goes on by it.

@@ -1,1 +1,1 @@
-"""What is learned from: conversations, tasks and their order, episodes packed into batches."""
+"""Training data: conversations, tasks and their order, episodes packed into batches."""

@@ -157,7 +157,7 @@ def _checked_conversation(row: Any) -> Conversation:
 
 
 def episode_conversation(trajectory: Trajectory) -> PromptedConversation:
-    """What was said in an episode, with what it began with as the prompt."""
+    """An episode's conversation; the messages before the first action are the prompt."""
     return PromptedConversation(trajectory.messages, prompt=len(trajectory.asked))
 
 
@@ -170,7 +170,7 @@ def _said(conversation: Conversation) -> Conversation:
 
 
 def answers(conversation: Conversation) -> list[Message]:
-    """What the assistant says, but for a prompt."""
+    """The assistant's messages after the prompt."""
     return [one for one in conversation[len(asked(conversation)) :] if one.role == "assistant"]
 
 
@@ -274,7 +274,7 @@ def _labelled(row: Mapping[str, Any]) -> list[tuple[Conversation, bool]]:
 
 
 def asked(conversation: Conversation) -> list[Message]:
-    """What stands before the first message that answers: the assistant's first after the prompt."""
+    """The messages before the assistant's first message after the prompt."""
     given = conversation.prompt if isinstance(conversation, PromptedConversation) else 0
     more = takewhile(lambda message: message.role != "assistant", conversation[given:])
     return [*conversation[:given], *more]
@@ -324,7 +324,7 @@ def _rendered(conversation: Conversation, renderer: Renderer, tools: Sequence[To
 
 
 def _only_read(trajectory: Trajectory, shared: int) -> Trajectory:
-    """What is said in the first `shared` messages becomes something that is read, and is not learned."""
+    """Make the actions of the first `shared` messages observations, which are not trained on."""
     for action in trajectory.actions[: len(answers(trajectory.messages[:shared]))]:
         action.kind, action.logprobs, action.finish = SegmentKind.OBSERVATION, None, None
     trajectory.sequences = [one for one in trajectory.sequences if one.actions]

@@ -36,7 +36,7 @@ class AdaptiveConfig(Config):
     by: float = Field(gt=0)
     """How far it moves at a time."""
     metric: str = "success"
-    """What decides: success, truncated, or any metric of a step."""
+    """The metric that decides: success, truncated, or any metric of a step."""
     above: float | None = None
     """Move on when the metric's mean is at least this."""
     below: float | None = None
@@ -130,7 +130,7 @@ class Curriculum:
         }
 
     def observe(self, metrics: Mapping[str, float]) -> None:
-        """What a step has shown; adaptive settings may move on by it."""
+        """Take in the metrics of a step; adaptive settings may move on by them."""
         for setting in self._adaptive.values():
             setting.observe(metrics)
 

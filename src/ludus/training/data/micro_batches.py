@@ -169,7 +169,7 @@ def take_rows(values_T: Tensor, place_A: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class Round:
-    """What all ranks compute at the same time: a micro-batch each, or None for one that has nothing left.
+    """Micro-batches that all ranks compute at the same time: one each, or None for a rank with none left.
 
     Every rank knows the whole round, so that all of them split it alike.
     """

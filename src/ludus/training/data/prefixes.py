@@ -142,7 +142,7 @@ def row_keys(
 
 
 def computed_tokens(keys: Sequence[Ints]) -> int:
-    """What is computed for these rows."""
+    """Number of tokens computed for these rows: shared prefixes count once."""
     return sum(map(len, keys)) - sum(sorted_by_prefix(keys)[1])
 
 

@@ -1,4 +1,4 @@
-"""What a step adds to the scorer's rewards (length, broken episodes), and which episodes it leaves out.
+"""Reward shaping of a step: penalties for length and broken episodes, and which episodes are masked.
 
 Success is decided before any penalty, and noted as the part "success": a right answer does not become a wrong
 one by being long. Broken episodes are those that went wrong by the model's fault; infrastructure failures are
@@ -88,7 +88,7 @@ _TOO_LONG = frozenset({Fault.TOOL_TIMEOUT, Fault.LIMIT})
 
 
 def broken_kinds(trajectory: Trajectory) -> frozenset[Kind]:
-    """What is broken about an episode; nothing for one that cannot be trained on."""
+    """In which ways an episode is broken; empty for one that cannot be trained on."""
     if not trajectory.is_trainable:
         return frozenset()
     faults = {fault for action in trajectory.actions for fault in _faults(action)}
@@ -109,7 +109,7 @@ def is_masked(kinds: Collection[Kind], config: BrokenConfig) -> bool:
 
 
 def penalty(kinds: Collection[Kind], config: BrokenConfig) -> float:
-    """What is added to the reward of an episode with these kinds: one number for each of them."""
+    """The penalty of an episode with these kinds: the sum of one number for each of them."""
     treatments = (getattr(config, kind) for kind in KINDS if kind in kinds)
     return sum((value for value in treatments if isinstance(value, float)), 0.0)
 

@@ -33,7 +33,7 @@ _PER_SET = ("success", "reward", "turns")
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What was measured, and the episodes it was measured on."""
+    """Metrics, and the episodes that they were measured on."""
 
     metrics: dict[str, float]
     groups: list[Group]
@@ -47,7 +47,7 @@ class Evaluation:
         return summarise(self.groups, how)[0]
 
     def by_subtask(self, by: str, how: SummaryOptions | None = None) -> dict[str, Summary]:
-        """The same for each sub-task: tasks are told apart by what their metadata has under `by`."""
+        """A summary for each sub-task: the value of a task's metadata under `by`."""
         _, *parts = summarise(self.groups, replace(how or SummaryOptions(), by=by))
         return {part.subtask: part for part in parts}
 
@@ -88,8 +88,8 @@ async def measure_sets(
 def joined(parts: Mapping[str, Evaluation]) -> Evaluation:
     """The evaluations of several task sets as one, with the numbers of each under sets/NAME/...
 
-    Sets may have tasks of the same id, which are not attempts at one task: groups are told apart by the
-    names of their sets. Their trajectories stay as they are.
+    Sets may have tasks of the same id, which are not attempts at one task: groups have the names of
+    their sets in their metadata. Their trajectories stay as they are.
     """
     if len(parts) == 1:
         return next(iter(parts.values()))
@@ -141,7 +141,7 @@ class EvalModel:
         return self.name is not None and is_address(self.name)
 
     def identity(self, recipe: Recipe) -> dict[str, Any]:
-        """What tells this model from others: results of different ones must not mix."""
+        """Identity of the model in results: those of different models must not mix."""
         if self.is_remote:
             return {
                 "address": self.name,

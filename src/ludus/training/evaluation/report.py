@@ -47,7 +47,7 @@ def interval_text(estimate: Estimate | None, digits: int = 3) -> str | None:
 
 
 def lost_warnings(study: Study) -> list[str]:
-    """What to say of each measurement that has lost a notable share of its episodes."""
+    """A warning for each measurement that has lost a notable share of its episodes."""
     found: list[str] = []
     for measured in study.measured:
         played = measured.evaluation.trajectories
@@ -187,7 +187,7 @@ def study_markdown(study: Study) -> str:
     parts = [
         "# Evaluation\n",
         _markdown(full_table(study)),
-        f"Brackets are {share} intervals over tasks. Episodes lost to failures of ours are counted "
+        f"Brackets are {share} intervals over tasks. Episodes lost to infrastructure failures are counted "
         "under `failed` and are in no mean; the intervals of success, average@k, pass@k and pass^k allow for "
         "them: their lower end counts every lost episode as 0, their upper end as 1.\n",
         *(f"**Warning:** {markdown_text(text)}\n" for text in lost_warnings(study)),

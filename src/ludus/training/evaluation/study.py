@@ -69,7 +69,7 @@ class EvalTasks:
 
 @dataclass(frozen=True, slots=True)
 class StudyPlan:
-    """What to play."""
+    """The tasks, attempts and budgets of a study."""
 
     models: tuple[EvalModel, ...]
     parts: tuple[EvalTasks, ...]
@@ -326,7 +326,7 @@ def settings_of(
 
 
 def settings_of_set(one: TaskSetSpec, tasks: Sequence[Task]) -> Json:
-    """What decides the episodes of one task set."""
+    """The settings that decide the episodes of one task set."""
     raw = with_absolute_paths(one.recipe.model_dump(mode="json"))
     return {
         "tasks": {"count": len(tasks), "digest": digest_of(tasks)},
@@ -355,7 +355,7 @@ class Cell:
     path: Path
 
     def groups(self, tasks: Sequence[Task]) -> dict[str, Group]:
-        """What has been played, by task, finished or not."""
+        """The recorded groups, by task, finished or not."""
         known = {task.id: task for task in tasks}
         files = [self.path / _EPISODES, *sorted((self.path / _PARTS).glob("*.parquet"))]
         read = (group for file in files if file.is_file() for group in read_groups(file))

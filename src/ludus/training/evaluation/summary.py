@@ -29,7 +29,7 @@ from ludus.observe import (
 )
 
 ALL = "all"
-"""What the whole task set is called beside its sub-tasks."""
+"""Name of the whole task set beside its sub-tasks."""
 NAMELESS = "(none)"
 """Where tasks go that do not say which sub-task they belong to."""
 
@@ -47,21 +47,21 @@ class SummaryOptions:
     level: float = 0.95
     """How often an interval should hold the truth."""
     success: Callable[[Trajectory], bool] = is_success
-    """What counts as a success."""
+    """Whether an episode is a success."""
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What was measured on a task set or a sub-task. What nothing was measured for is None or missing."""
+    """Measurements on a task set or a sub-task. A number without data is None or missing."""
 
     subtask: str
     tasks: int
     episodes: int
     """Played, the lost ones included."""
     scored: int
-    """What the numbers below are over."""
+    """Scored episodes, on which the numbers below are computed."""
     failed: int
-    """Lost to failures of ours."""
+    """Lost to infrastructure failures."""
     success: Estimate | None = None
     """Share of scored episodes that succeeded; the interval allows for those that were lost."""
     reward: Estimate | None = None
@@ -138,7 +138,7 @@ class Comparison:
 
 
 def summarise(groups: Sequence[Group], how: SummaryOptions | None = None) -> list[Summary]:
-    """The whole first, then each sub-task by name, where tasks are told apart by `how.by`."""
+    """A summary of the whole, then of each sub-task by name, where `how.by` is given."""
     how = how or SummaryOptions()
     ks = how.ks or powers_of_two(max((len(group.trajectories) for group in groups), default=0))
     return [_summary(name, chosen, ks, how) for name, chosen in slices(groups, how.by)]

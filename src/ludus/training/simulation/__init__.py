@@ -1,4 +1,4 @@
-"""What would more GPUs do? A discrete-event simulation of asynchronous training, on a virtual clock.
+"""Discrete-event simulation of asynchronous training on more GPUs, on a virtual clock.
 
 The controller is the real one: `RolloutController` and its `Ledger` schedule groups, take batches, bound lags.
 What it drives is simulated by latencies that were measured: engines that share their time among requests,

@@ -131,7 +131,7 @@ class SimulatedPlayer:
             )
 
     def _die(self, engine: SimulatedEngine) -> None:
-        """Its groups are lost: the controller hears of each, and schedules it again or gives it up."""
+        """Lose the engine's groups: the controller gets a failure for each, and retries or drops it."""
         self.deaths += 1
         error = EngineError("the engine died")
         for group in list(engine.groups):

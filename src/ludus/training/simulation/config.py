@@ -48,17 +48,17 @@ class SimulationConfig(Config):
     decode_seconds: float = Field(default=0.0018, gt=0)
     """Seconds of a decoding step of one request."""
     request_seconds: float = Field(default=0.000006, ge=0)
-    """What each further request adds to it."""
+    """Seconds that each further request adds to it."""
     prompt_tokens_per_second: float = Field(default=150_000.0, gt=0)
     """How fast an engine reads prompts."""
     train_tokens_per_second: float = Field(default=50_000.0, gt=0)
     """How fast one GPU trains."""
     train_seconds: float = Field(default=0.3, ge=0)
-    """What an update takes whatever its size."""
+    """Fixed seconds of an update, whatever its size."""
     train_efficiency: float = Field(default=0.95, gt=0, le=1)
-    """What is left of each GPU's speed at every doubling of the GPUs that train."""
+    """Share of each GPU's speed that remains at every doubling of the GPUs that train."""
     pause_seconds: float = Field(default=0.02, ge=0)
-    """What pausing and resuming the engines takes."""
+    """Seconds to pause and resume the engines."""
     weight_gb: float = Field(default=3.1, ge=0)
     """Size of the weights."""
     sync_gb_per_second: float = Field(default=8.0, gt=0)
@@ -90,7 +90,7 @@ class SimulationConfig(Config):
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
-    """What came of it. Rates leave out the first step, in which the pipeline fills."""
+    """Results of a simulation. Rates leave out the first step, in which the pipeline fills."""
 
     seconds: float
     steps: int

@@ -61,7 +61,7 @@ def _guarded(compare: Callable[..., Any], root: str) -> Callable[..., Any]:
 
 
 def _array(value: Any, root: str) -> Any:
-    """What can be an array, as one: an object of the solution's may be another when it is read again."""
+    """Convert to an array once: an object of the solution's may have another value when it is read again."""
     if root == "torch" or not isinstance(value, (list, tuple, Proxy)):
         return value
     try:

@@ -1,6 +1,6 @@
-"""What tests a source has, and which of the names it uses come from the solution; without running it.
+"""Discovery of the tests in a source, and of the names that it takes from the solution, without running it.
 
-A name that the tests define or import is theirs, a builtin is Python's, and a module that they use without
+A name that the tests define or import is the tests', a builtin is Python's, and a module that they use without
 importing it (`math.isclose`, `np.allclose`) is imported for them. Only what is left may be the solution's: one
 that defines `abs`, `math` or a helper of the tests does not change what they mean by it.
 """
@@ -17,7 +17,7 @@ from functools import lru_cache
 from types import ModuleType
 
 TESTS_FILE = "tests.py"
-"""What the tests' own code is called in tracebacks."""
+"""File name of the tests' code in tracebacks."""
 KNOWN_MODULES = {
     "np": "numpy",
     "pd": "pandas",

@@ -132,7 +132,7 @@ def _define_modules(module: str) -> None:
 
 
 def _namespace(source: str, plan: dict[str, Any], kept: Namespace, earlier: set[str]) -> Namespace:
-    """What the source sees: what earlier ones defined, modules, and the names that are the solution's."""
+    """Globals of a source: definitions of earlier sources, modules, and the solution's names."""
     modules = modules_used(source, but={plan["module"], plan["entry"], *earlier})
     used = (free_names(source) - earlier - modules.keys()) & set(plan["names"])
     setattr(sys.modules[plan["module"]], "__all__", sorted(used))  # noqa: B010
@@ -289,7 +289,7 @@ def _is_unittest(kind: type) -> bool:
 
 
 def define_rest(source: str, namespace: Namespace) -> None:
-    """What a source that failed would have defined after that: later sources may use it."""
+    """Run the definitions after the point where a source failed: later sources may use them."""
     for node in parsed(source).body:
         if not isinstance(node, (*FUNCTIONS, ast.Import, ast.ImportFrom)):
             continue
