@@ -47,7 +47,7 @@ MOST_BOUND = 16
 
 @dataclass(frozen=True, slots=True)
 class NextContext:
-    """What the model reads next: tokens to append, or a whole context that starts a new sequence."""
+    """The model's next context: tokens to append, or a whole context that starts a new sequence."""
 
     tokens: list[int]
     restart: bool = False
@@ -134,7 +134,7 @@ class Renderer:
         return not self.features.rewrites
 
     def describe(self, tools: Sequence[ToolSpec]) -> str | None:
-        """What the system prompt says about the tools; None where the chat template says it."""
+        """The system prompt's text about the tools; None where the chat template writes it."""
         if self.features.native_tools:
             return None
         return self.format.describe(self._template.harmless_tools(tools))
@@ -154,7 +154,7 @@ class Renderer:
         return self._with_images(NextContext(self._prompt(messages, tools), restart=True), messages)
 
     def _with_images(self, context: NextContext, messages: Sequence[Message]) -> NextContext:
-        """What a template has written one placeholder for, in all tokens that stand for it."""
+        """Expand each image's one placeholder to all tokens of the image."""
         if not any(message.media for message in messages):
             return context
         if self.images is None:
@@ -194,7 +194,7 @@ class Renderer:
         messages: Sequence[Message],
         tools: Sequence[ToolSpec] = (),
     ) -> list[int]:
-        """What is appended after a sampled action: the rest of its turn, `messages`, the next opening.
+        """Tokens to append after a sampled action: the rest of its turn, `messages`, the next opening.
 
         An end-of-turn token that the model sampled is not repeated; one that it did not sample (a stop
         string, a length cut) is added here, and belongs to the observation. With inline turns, results come
@@ -234,7 +234,7 @@ class Renderer:
         return [Piece(f"\n{opening}", True), *pieces, Piece(f"{closing}\n", True)]
 
     def _rest_of_turn(self, new: Sequence[ChatEntry], native: Sequence[ToolSpec]) -> list[int]:
-        """What the template writes after an assistant's text, when `new` follows."""
+        """The template's text after an assistant's text, when `new` follows."""
         word = unused_word(piece.text for entry in new for piece in entry.all_pieces())
         stub = [ChatEntry("user", (Piece("?", True),)), ChatEntry("assistant", (Piece(word, True),))]
         return self._template.tokens([*stub, *new], native, True, after=word)
@@ -246,7 +246,7 @@ class Renderer:
         messages: Sequence[Message],
         tools: Sequence[ToolSpec] = (),
     ) -> NextContext:
-        """What follows `sequence`, whose last action is the last message of `conversation`."""
+        """The context after `sequence`, whose last action is the last message of `conversation`."""
         if self.needs_split(conversation, messages, tools):
             return self.opening([*conversation, *messages], tools)
         last = sequence.segments[-1] if sequence.segments else None
@@ -276,7 +276,7 @@ class Renderer:
     def text_of(
         self, completion: Completion, *, continues_turn: bool = False, before: Sequence[str] = ()
     ) -> str:
-        """What an action says: without its stop token, and with the thought that the prompt opened.
+        """The text of an action: without its stop token, and with the thought that the prompt opened.
 
         One that goes on in a turn has no such prompt before it. What the first of the stop strings `before`
         ends is left out with it; they are looked for in what was sampled, not in the prompt's words.
@@ -292,7 +292,7 @@ class Renderer:
         return self.features.opens_thinking + text.removeprefix(self.features.lead)
 
     def action_text(self, message: Message) -> str:
-        """What an assistant's message says as an action, its calls included."""
+        """An assistant's message as the text of an action, its calls included."""
         return action_text(message, self.format)
 
     def action_tokens(self, text: str, turn: str = "") -> list[int]:
@@ -326,7 +326,7 @@ class Renderer:
     def _conversation(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec]
     ) -> tuple[list[ChatEntry], list[ToolSpec]]:
-        """What the template is given: entries, and the tools that it describes itself."""
+        """Inputs of the template: entries, and the tools that it describes itself."""
         made = chat_entries(messages, self.format, self.features)
         return with_description(made, self.describe(tools) or "", self.format, self.features), (
             list(tools) if self.features.native_tools else []

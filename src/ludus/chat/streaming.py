@@ -1,4 +1,4 @@
-"""What was sampled as a client of a chat API reads it: whole (`read_completion`), and while it is sampled.
+"""Sampled text as a client of a chat API reads it: whole (`read_completion`), and while it is sampled.
 
 Tokens are the truth, and a stream is a view of them. What a view shows is a prefix of the finished reply
 (`read_completion`), whatever is sampled next. So these are held back: a character of which some bytes are
@@ -26,7 +26,7 @@ _PATIENCE = 16
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What was sampled, as a client of a chat API reads it."""
+    """A completion, as a client of a chat API reads it."""
 
     id: str
     text: str

@@ -20,7 +20,7 @@ Escape = Callable[[str], str]
 Span = tuple[int, int]
 
 _SHAPE = "zq[0-9a-f]{24}x[0-9]+z"
-"""What `Placeholders` writes: an `unused_word` and a number."""
+"""Pattern of the text of `Placeholders`: an `unused_word` and a number."""
 _WORDS = re.compile(f"({_SHAPE})")
 
 SHORTEST_IDENTIFIER = 9
@@ -33,7 +33,7 @@ SCHEMA_WORDS = frozenset(
         *("enum", "const", "default", "anyOf", "oneOf", "allOf"),
     }
 )
-"""What templates look for in a tool's parameters; anything else there is the author's."""
+"""Words that templates look for in a tool's parameters; anything else there is the author's."""
 
 SEPARATORS = (" ", ".", "_")
 """The first disturbs least. A template that removes spaces seldom removes the others."""
@@ -82,7 +82,7 @@ class Rendered:
     content: tuple[Span, ...]
 
     def after(self, position: int) -> Rendered:
-        """What stands from `position` on."""
+        """The rendered text from `position` on."""
         spans = ((max(a, position) - position, b - position) for a, b in self.content if b > position)
         return Rendered(self.text[position:], tuple(spans))
 

@@ -1,4 +1,4 @@
-"""What a chat template supports, found by probing it, and messages adapted to that."""
+"""Features of a chat template, found by probing it, and messages adapted to them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ludus.core.tokenizer import Tokenizer, images_of
 
 @dataclass(frozen=True, slots=True)
 class TemplateFeatures:
-    """What a chat template did when it was probed."""
+    """Features of a chat template, as probed."""
 
     system: bool = True
     """It has a place for a system prompt."""
@@ -40,7 +40,7 @@ class TemplateFeatures:
 def chat_entries(
     messages: Sequence[Message], format: ActionFormat, features: TemplateFeatures
 ) -> list[ChatEntry]:
-    """What the template is given for `messages`, in the roles that it knows."""
+    """The template's input for `messages`, in the roles that it knows."""
     made = [_entry(message, format, features) for message in messages]
     return _merged(made) if features.alternates else made
 
@@ -121,7 +121,7 @@ def _merged(made: Sequence[ChatEntry]) -> list[ChatEntry]:
 
 
 UNSEEN = "[image]"
-"""What stands in the place of an image for a model that reads text only."""
+"""Text in place of an image, for a model that reads text only."""
 
 # Probing: the template renders small conversations, and its output shows what it does.
 

@@ -46,7 +46,7 @@ class RunActor:
         self._heard = time.time()
 
     async def status(self) -> Json:
-        """Whose it is, where it lives, and what it was last told or has done."""
+        """Its run, its place, and its last request or work."""
         runtime = importlib.import_module("ray").get_runtime_context()
         return {
             **self._told,

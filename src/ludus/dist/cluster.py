@@ -53,7 +53,7 @@ def join_ray(address: str | None, cpus: int | None = None, store_bytes: int | No
     """Join the cluster at `address` ("auto", "host:port"; RAY_ADDRESS when None), or start one here ("local").
 
     `cpus` and the size of the object store are those of a cluster that is started. False where this process had
-    joined one before: then it is not ours to leave.
+    joined one before: then it stays connected.
     """
     ray = load_ray()
     if ray.is_initialized():

@@ -25,7 +25,7 @@ class ActorStatus:
     memory_bytes: int | None = None
     gpu_ids: tuple[str, ...] = ()
     seconds_since_heard: float | None = None
-    """Since it was last told something or did something: the heartbeat of a run."""
+    """Since its last request or work: the heartbeat of a run."""
     facts: Json | None = None
     """What else it knows: the run's step, an engine's version."""
 

@@ -57,7 +57,7 @@ class EngineConfig(Config):
 
 @dataclass(slots=True)
 class EngineStats:
-    """What an engine has done so far."""
+    """Counters of an engine since its start."""
 
     requests: int = 0
     generated_tokens: int = 0

@@ -59,7 +59,7 @@ class FakeEngine(Engine):
         self._is_closed = False
         self._running: dict[str, asyncio.Event] = {}
         self.sessions: dict[str, list[int]] = {}
-        """What each session would hold in its cache."""
+        """Tokens that each session would hold in its cache."""
         self.calls: list[FakeCall] = []
         """Every request that was answered, in the order of the answers."""
         self.in_flight = 0

@@ -23,7 +23,7 @@ ENGINES = Registry("engine", group="ludus.engines")
 
 @dataclass(frozen=True, slots=True)
 class EngineSetup:
-    """What a run tells an engine that it makes."""
+    """Settings that a run gives to the engine that it makes."""
 
     model: nn.Module
     """The trainer's module; engines with weights of their own read folders instead."""

@@ -28,12 +28,12 @@ from ludus.tools import FunctionTool
 ShowActions = Literal["no", "tool", "observation"]
 Isolation = Literal["none", "thread", "process"]
 OVER = "The episode is over."
-"""What an action is answered after the end of an episode."""
+"""Answer to an action after the end of an episode."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the agent gets to see."""
+    """An observation for the agent: text and images."""
 
     text: str = ""
     media: tuple[Media, ...] = ()
@@ -41,7 +41,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a plain-text action led to. A reward of None means: not scored."""
+    """Result of a plain-text action. A reward of None means: not scored."""
 
     observation: Observation | str = ""
     reward: float | None = None
@@ -110,7 +110,7 @@ class Env:
         )
 
     def tools(self) -> Any:
-        """What the agent can call; by default this object's own `@tool` methods."""
+        """The tools of the agent; by default this object's own `@tool` methods."""
         return own_tools(self)
 
     def available_actions(self) -> Any:
@@ -165,7 +165,7 @@ class _GeneratorEnv(Env):
         return self._play
 
     def _seen(self, value: Any) -> Step:
-        """What a yield gave; nothing follows after a step that ends the episode."""
+        """A yielded value as a step; nothing follows after a step that ends the episode."""
         step = as_step(value)
         if step.terminated or step.truncated:
             self._play = None
@@ -290,7 +290,7 @@ async def _within(awaitable: Awaitable[Any], timeout: float | None) -> Any:
 
 
 def as_env(made: Any, name: str) -> Any:
-    """What a factory made, if it can be an environment."""
+    """The object of a factory as an environment; refused if it cannot be one."""
     if callable(getattr(made, "reset", None)):
         return made
     raise ConfigError(
@@ -351,7 +351,7 @@ async def public_state(env: Any) -> Json:
 
 
 def read_state(env: Any) -> Json:
-    """The same, where the environment lives."""
+    """The environment's state, read in the process where it lives."""
     names = [name for name in getattr(env, "__dict__", {}) if not name.startswith("_")]
     for kind in type(env).__mro__:
         found = [name for name, one in vars(kind).items() if isinstance(one, property | cached_property)]
@@ -382,7 +382,7 @@ def observation_from_json(raw: Any) -> Observation:
 
 
 def as_observation(value: Any) -> Observation:
-    """What a reset may return, in one shape."""
+    """The return value of a reset as an `Observation`."""
     if isinstance(value, Observation):
         return value
     if value is None or isinstance(value, str):
@@ -393,7 +393,7 @@ def as_observation(value: Any) -> Observation:
 
 
 def as_step(value: Any) -> Step:
-    """What a step may return, in one shape: a `Step`, Gymnasium's tuple of five, or the observation."""
+    """A step's return value (`Step`, Gymnasium's tuple of five, or the observation) as a `Step`."""
     if isinstance(value, tuple) and len(value) == 5:
         observation, reward, terminated, truncated, info = value
         value = Step(observation, float(reward), bool(terminated), bool(truncated), dict(info))

@@ -224,7 +224,7 @@ class IsolatedEnv:
 
 
 def _unpacked(outcome: tuple[str, Any], what: str) -> Any:
-    """What a call returned over there; or what it raised, raised here."""
+    """The return value of a call in the child process; its exception is raised here."""
     kind, value = outcome
     if kind == "value":
         return value
@@ -335,7 +335,7 @@ def _perform(what: str, *args: Any) -> tuple[str, Any]:
 
 
 def _outcome(work: Callable[[], Any]) -> tuple[str, Any]:
-    """What came of it, as data: exceptions lose their place and their fields on the way."""
+    """The outcome of a call as data: exceptions lose their place and their fields on the way."""
     try:
         return "value", work()
     except InfraError as error:

@@ -84,7 +84,7 @@ class RemoteEnvs:
 
     @property
     def served_name(self) -> str | None:
-        """What the server calls the environment, once it was asked."""
+        """The server's name of the environment, once it was asked."""
         return None if self._described is None else str(self._described["name"])
 
     async def aclose(self) -> None:
@@ -117,7 +117,7 @@ class EnvSessions(Protocol):
     async def close(self, context: ToolContext) -> None: ...
 
     async def observation(self, context: ToolContext, env: str) -> Any:
-        """What an environment of the episode showed when its session was opened."""
+        """The first observation of an environment of the episode."""
 
     async def ask(self, what: str, context: ToolContext, env: str) -> Json:
         """What an environment of the episode says: its "actions", its "state"."""

@@ -83,7 +83,7 @@ def _no_keyword(name: str) -> str:
 
 
 _Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,40}$"), AfterValidator(_no_keyword)]
-"""What a language model may call things: a key of recipes, and functions of the rules."""
+"""Names that a language model may choose: a key of recipes, and functions of the rules."""
 
 
 class WorldParameter(BaseModel):
@@ -120,7 +120,7 @@ class WorldTool(BaseModel):
 
 
 class WorldSpec(BaseModel):
-    """What an environment is called, and what an agent can do in it."""
+    """Name and tools of an environment."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -191,7 +191,7 @@ class WorldSession:
         await self._ask("begin", goal)
 
     async def call(self, tool: str, arguments: Json) -> Any:
-        """What a tool answers; `ToolFault` where it refuses."""
+        """Call a tool; `ToolFault` where it refuses."""
         return await self._ask("call", tool, arguments)
 
     async def check(self, answer: str) -> bool:

@@ -44,7 +44,7 @@ LOADER = "ludus.envs.served:load_served"
 
 @dataclass(slots=True, eq=False)
 class _Session:
-    """What an episode holds on the server."""
+    """An episode's state on the server."""
 
     context: ToolContext
     leases: dict[str, Lease]
@@ -187,7 +187,7 @@ class ServedTools:
 
     @asynccontextmanager
     async def _used(self, session: _Session, *, touches_env: bool = True) -> AsyncIterator[None]:
-        """What fails or is cancelled in here leaves the environments in an unknown state."""
+        """Use the session; an error or cancellation inside leaves its environments in an unknown state."""
         session.state.check()
         try:
             yield
@@ -224,7 +224,7 @@ class ServedTools:
         return self._pools[name]
 
     async def _describe(self, name: str) -> Json:
-        """What a client must know of an environment before it opens a session."""
+        """Description of an environment for clients, before they open a session."""
         pool = self._pools[name]
         try:
             async with pool.new_instance() as env:
@@ -247,7 +247,7 @@ class ServedTools:
 
 
 def load_served(references: Sequence[ToolReference]) -> ToolSet:
-    """The tools and environments that a server is told to serve.
+    """The tools and environments that a server serves.
 
     Of environments a table says `{"env": "textcraft", "name": "craft", "pool": {...}}`; those that tools name
     (`@tool(env=...)`) come with their tools.

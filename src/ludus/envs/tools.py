@@ -1,4 +1,4 @@
-"""What the agent can do in an environment, as tools; and who may use an environment when.
+"""Tools of an environment, and the order in which calls may use it.
 
 Calls of one action run concurrently, but those that work on one environment run one after another, in the
 order in which the model wrote them: an environment is not made for two callers at once, and an episode is the
@@ -109,7 +109,7 @@ class AvailableActionsTool(Tool):
 
 
 async def actions_text(env: Any) -> str:
-    """What an environment offers now, as the agent reads it; empty where it does not say."""
+    """Text about an environment's available actions; empty where it does not list them."""
     offered = await call_env(env.available_actions)
     if offered is None:
         return ""
@@ -167,7 +167,7 @@ class EnvTools(LocalTools):
         super().__init__([*tools, *shown], encode=encode)
         self._env, self._show_actions = env, show_actions
         self._own: dict[str, str] = {}
-        """What a tool is called here, for each that the agent knows by another name."""
+        """The environment's own name of each tool that the agent knows by another name."""
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Let the agent know tools by other names."""
@@ -189,7 +189,7 @@ class EnvTools(LocalTools):
         return replace(result, content=f"{result.content}\n\n{text}") if text else result
 
     async def first(self, observation: Observation, context: ToolContext) -> str:
-        """What the agent sees of the environment before it acts."""
+        """The first observation of the agent."""
         if self._show_actions != "observation":
             return observation.text
         async with context.exclusive(self._env):

@@ -79,7 +79,7 @@ class EnvListing:
     """An environment variable with the path of data that cannot be distributed; or alternatives, `A|B`."""
 
     def missing(self) -> list[str]:
-        """What is not installed, each with how to get it."""
+        """Missing requirements, each with the way to install it."""
         found = []
         absent = [name for name in self.packages if importlib.util.find_spec(name) is None]
         if absent:

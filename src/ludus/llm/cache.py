@@ -29,7 +29,7 @@ _REPLY = TypeAdapter(ChatReply)
 
 
 def request_key(name: str, messages: Sequence[Message], options: ChatOptions) -> str:
-    """What a request is found by."""
+    """Cache key of a request."""
     said = [
         {**message.as_chat(), "media": [[item.kind, item.sha256] for item in message.media]}
         for message in messages

@@ -52,7 +52,7 @@ class ChatModelConfig(Config):
     address: str
     """http://host:port/v1#MODEL; `policy`, the trained model itself; or a folder or hub name, loaded frozen."""
     name: str | None = None
-    """What reports and the cache call it; the address if left out."""
+    """Name in reports and in the cache; the address if left out."""
     key_variable: str | None = None
     """The environment variable with its key, if not LUDUS_API_KEY."""
     seconds: float = Field(default=600.0, gt=0)

@@ -80,7 +80,7 @@ class ModelServerClient(HttpClient):
 
 
 def refusal(address: Address, reply: ServerReply) -> str:
-    """What a refusal means, and what to do."""
+    """Error text for a refusal: its meaning and the fix."""
     where = f"{address.url} refuses ({reply.problem})"
     if reply.status in (401, 403):
         return f"{where}: put the server's key into the environment as {API_KEY}"

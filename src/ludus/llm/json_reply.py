@@ -65,7 +65,7 @@ async def ask_json(
 
     Where it does not fit, the model is asked again with what was wrong, `attempts` times in all; then
     `UnusableReply` is raised, and a model that keeps answers forgets these. `check` raises a `ValueError` for
-    what a schema cannot say: its message is what the model is told.
+    what a schema cannot say: the model reads its message.
     """
     adapter = kind if isinstance(kind, TypeAdapter) else TypeAdapter(kind)
     options = replace(options, wants_json=True)

@@ -1,4 +1,4 @@
-"""What asking a model may take: requests at once and per minute, tokens per minute, and a budget.
+"""Limits of asking a model: requests at once and per minute, tokens per minute, and a budget.
 
 Who waits for whom: a call waits for a place among those in flight, for its turn by the rates, and, where the
 budget could run out with what is in flight, for one of these to end. These waits have one deadline
@@ -31,7 +31,7 @@ class BudgetExceeded(ChatError):
 
 @dataclass(slots=True)
 class ChatUsage:
-    """What has been asked, and what it took."""
+    """Count and cost of requests."""
 
     calls: int = 0
     failed: int = 0

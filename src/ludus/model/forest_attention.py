@@ -60,7 +60,7 @@ class _Group:
     masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
 
     def mask(self, start: int, stop: int, window: int | None) -> Tensor:
-        """What the queries from `start` to `stop` may look at."""
+        """Mask of the keys that the queries from `start` to `stop` may attend to."""
         assert self.positions is not None
         if (start, window) not in self.masks:
             seen = min(self.length, self.deepest + stop)

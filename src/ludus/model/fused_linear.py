@@ -128,7 +128,7 @@ class _StackedProduct(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class LoRAAdapter:
-    """What is added to a layer: scaling * up(down(x))."""
+    """A LoRA adapter of a layer, which adds scaling * up(down(x))."""
 
     down: nn.Linear
     up: nn.Linear

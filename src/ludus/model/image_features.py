@@ -25,7 +25,7 @@ from ludus.model.hf_model import decoder_of, device_of, unwrapped
 from ludus.model.images import EncodedImage, ImageProcessor, images_of, seeing
 
 FEATURE_BYTES = 1 << 28
-"""What the features that are kept for a model may take together."""
+"""Most bytes of the image features that are kept for a model."""
 _WHERE = "files of episodes refer to images by their hash, and the bytes are in the run's folder media/"
 _kept: WeakKeyDictionary[nn.Module, LruCache[Tensor]] = WeakKeyDictionary()
 """By the model whose vision part made them."""

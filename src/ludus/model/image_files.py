@@ -100,7 +100,7 @@ def _opened(data: bytes) -> Iterator[Image]:
         raise MissingExtraError("pillow", "vision", "an image that a model is shown") from None
     if len(data) > MOST_BYTES:
         raise too_large()
-    # Pillow warns from 89 million pixels on, where ours are refused; a filter for a moment is not thread-safe
+    # Pillow warns from 89 million pixels on, which are refused here; a filter for a moment is not thread-safe
     if ("ignore", None, Image.DecompressionBombWarning, None, 0) not in warnings.filters:
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
     try:

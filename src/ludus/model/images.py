@@ -47,7 +47,7 @@ class EncodedImage:
     """An image as a model gets it."""
 
     tokens: list[int]
-    """What stands for it in a prompt."""
+    """Its tokens in a prompt."""
     places: npt.NDArray[np.int64]
     """Where the placeholders are among them: one for each feature."""
     inputs: dict[str, Tensor]

@@ -131,7 +131,7 @@ def _tensors(module: nn.Module, recurse: bool = True) -> Iterator[Tensor]:
 
 
 def _called_modules(decoder: nn.Module) -> Iterator[nn.Module]:
-    """What a decoder calls one after the other: embedding, layers, final norm."""
+    """Modules that a decoder calls in order: embedding, layers, final norm."""
     for child in decoder.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from child.children()

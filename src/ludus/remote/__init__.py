@@ -1,1 +1,1 @@
-"""What is somewhere else: threads, processes and servers, how they are reached, watched and replaced."""
+"""Threads, processes and servers: how they are reached, watched and replaced."""

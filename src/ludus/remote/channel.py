@@ -43,11 +43,11 @@ class ChannelClosed(ConnectionError):
 
 
 class FrameError(ValueError):
-    """What came is not a frame."""
+    """The received bytes are not a frame."""
 
 
 class AnswerFailed(Exception):
-    """The other side could not answer: a mistake in its program, told with its message."""
+    """The other side could not answer: a mistake in its program, with its message."""
 
 
 def pack_frame(head: Json, body: bytes = b"") -> bytes:

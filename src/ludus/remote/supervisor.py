@@ -96,7 +96,7 @@ class Member(Generic[W]):
         """What its `start` returned."""
         self.since = 0.0
         self.keys: set[str] = set()
-        """What stays with it: the episodes or sessions that were placed here."""
+        """Sticky keys: the episodes or sessions that were placed here."""
         self.calls = 0
         """Calls in flight that belong to no key."""
         self.is_proven = False

@@ -228,7 +228,7 @@ class ThreadExecutor:
 
 
 _running: set[_Job] = set()
-"""What threads of all executors are at."""
+"""Jobs that threads of all executors are running."""
 
 
 def busy_locations() -> list[str]:

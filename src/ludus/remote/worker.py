@@ -44,7 +44,7 @@ _ENDING_SECONDS = 5.0
 
 
 class Service(Protocol):
-    """What a child process serves."""
+    """A service in a child process."""
 
     async def answer(self, head: Json, body: bytes) -> Frame:
         """The reply to the operation `head["operation"]`. It never raises: errors are part of a reply."""

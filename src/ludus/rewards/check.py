@@ -27,7 +27,7 @@ Answer = str | Trajectory
 
 
 class RewardProblem(StrEnum):
-    """What can be wrong with a task and its rewards."""
+    """Kinds of problems of a task and its rewards."""
 
     NO_GOLD = "no_gold"
     GOLD_FAILS = "gold_fails"

@@ -26,11 +26,11 @@ class AnsweredCall:
     call: ToolCall
     is_faulty: bool
     result: str
-    """What the model was shown; empty where the episode ended first."""
+    """The result as the model read it; empty where the episode ended first."""
 
     @property
     def key(self) -> str:
-        """What is called, with which arguments."""
+        """Key of the call: the tool and its arguments."""
         return json.dumps([self.call.name, self.call.arguments], sort_keys=True, default=str)
 
 

@@ -1,4 +1,4 @@
-"""What a reward says of itself: its optional attributes, and the options of those that are dataclasses."""
+"""Declarations of a reward: its optional attributes, and the options of those that are dataclasses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RewardTraits:
     """Optional attributes of a reward, with what holds where it has none."""
 
     weight: float = 1.0
-    """What its score is multiplied by."""
+    """Factor of its score."""
     timeout: float | None = DEFAULT_TIMEOUT
     """Seconds for one call of its scoring method."""
     uses_envs: bool = True

@@ -35,7 +35,7 @@ class PairVerdict:
     dimensions: Mapping[str, Side] = field(default_factory=dict)
     reason: str = ""
     by: str = "person"
-    """Who said so."""
+    """Author of the verdict."""
     is_consistent: bool = True
     """Whether a judge said the same with the two in the other order."""
 
@@ -116,7 +116,7 @@ def _unordered(row: Mapping[str, Any]) -> str:
 
 
 def _asked(trajectory: Trajectory) -> list[Message] | None:
-    """What stands before the first action; None where nothing was said after it."""
+    """The messages before the first action; None where no action follows."""
     asked = trajectory.asked
     return asked if asked and len(asked) < len(trajectory.messages) else None
 

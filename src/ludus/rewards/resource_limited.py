@@ -63,7 +63,7 @@ async def run_limited(
 
 
 _warm: set[Callable[[], object]] = set()
-"""What this worker is ready for."""
+"""Warm-up functions that have run in this worker."""
 
 
 def limited(

@@ -1,4 +1,4 @@
-"""What a reward is: a plain Python function of an episode, made by `@reward`, and how it is called.
+"""Rewards: plain Python functions of an episode, made by `@reward`, and how they are called.
 
 From trajectory to number: `Scorer.score` asks every reward (`evaluate`), a `FunctionReward` calls the user's
 function with what its parameters name, and `parse_parts` checks what comes back (`scores`).
@@ -316,7 +316,7 @@ class FunctionGroupReward(UserFunction):
 
 
 class RewardSettings(TypedDict, total=False):
-    """What the decorators take."""
+    """Options of the decorators."""
 
     name: str | None
     weight: float

@@ -1,4 +1,4 @@
-"""What a reward may return, and the checked scores that become of it.
+"""Return values of rewards, and their conversion to checked scores.
 
 A function may return:
 
@@ -73,7 +73,7 @@ def trainable(value: float, what: str) -> float:
 
 
 def parse_parts(value: Any, name: str) -> Parts:
-    """What a reward called `name` returned, checked; its score stands under its own name."""
+    """Check the return value of the reward `name`; its score stands under its own name."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):

@@ -27,7 +27,7 @@ class ProgramConfig(Config):
     """How a program of yours plays an episode: agent.loop = "command: ..." or a function (docs/programs.md)."""
 
     models: dict[str, str] = Field(default_factory=dict)
-    """Who answers to which model name: "trained", "frozen" (the policy, not trained), or an address; "*" is
+    """The model behind each model name: "trained", "frozen" (the policy, not trained), or an address; "*" is
     any other name. All names are the trained policy when left out."""
     answer: Literal["reply", "stdout"] = "reply"
     """The episode's answer: the last reply, or what the program prints (what a function returns)."""
@@ -41,9 +41,9 @@ class ProgramConfig(Config):
     """Whether the program may set rewards, by call, by header or by a number that a function returns; when left
     out, only where no rewards are listed."""
     task_fields: tuple[Literal["target", "metadata", "envs"], ...] = ()
-    """What a command is told of its task beside id and messages. The right answer is often in there."""
+    """Fields of its task that a command gets beside id and messages. They often hold the right answer."""
     clients: Literal["own", "any"] = "own"
-    """Who may use the key of a command: its own processes, or anybody who has it, such as a container that it
+    """Who may use the key of a command: its own processes, or any client, such as a container that it
     starts."""
     crash_reward: float | None = Field(default=None, ge=-MOST_REWARD, le=MOST_REWARD)
     """The reward of an episode whose program fails after the model has replied; a failure, which is not

@@ -99,7 +99,7 @@ class Origin:
 
     @property
     def segments(self) -> list[Segment]:
-        """What the branch shares: all segments before that action; all there are of one that was held."""
+        """The shared segments: all before that action; all there are of one that was held."""
         segments = self.trajectory.sequences[0].segments
         places = [i for i, one in enumerate(segments) if one.kind is SegmentKind.ACTION]
         return segments[: places[self.turn]] if self.turn < len(places) else list(segments)
@@ -112,7 +112,7 @@ class Origin:
 
 @dataclass(slots=True)
 class EpisodeRecord:
-    """What was said and called in an episode, in order, and snapshots of the state before its turns."""
+    """Actions and calls of an episode, in order, and snapshots of the state before its turns."""
 
     origin: Origin | None = None
     takes_snapshots: bool = True

@@ -81,7 +81,7 @@ class EngineChatModel:
         )
 
     async def close(self) -> None:
-        """The engine belongs to somebody else."""
+        """Nothing to close: the engine has another owner."""
 
 
 @contextmanager

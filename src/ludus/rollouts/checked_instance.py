@@ -86,7 +86,7 @@ def bad_calls(specs: Sequence[ToolSpec]) -> list[tuple[str, ToolCall]]:
 
 @dataclass(frozen=True, slots=True)
 class ResourceUsage:
-    """What this process, and that of an isolated environment, hold."""
+    """Resources of this process and of an isolated environment's."""
 
     megabytes: float
     files: int

@@ -64,7 +64,7 @@ class _NotTried(Exception):
 
 @dataclass(slots=True)
 class EnvContract:
-    """What is tried, on which tasks and how long."""
+    """The contract of an environment, with the tasks and the effort of the check."""
 
     factory: Callable[[], Any] | None
     tasks: Sequence[Task]

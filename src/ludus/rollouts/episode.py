@@ -39,7 +39,7 @@ from ludus.rollouts.tool_calls import StepRewards, ToolCalls
 log = logging.getLogger(__name__)
 
 RenderEnvs = Callable[[int], Awaitable[list[EnvRender]]]
-"""What the episode's environments look like before this turn."""
+"""Renders of the episode's environments before a turn."""
 
 
 class EpisodeOver(Exception):
@@ -114,7 +114,7 @@ class Episode:
 
     @property
     def specs(self) -> list[ToolSpec]:
-        """The tools that the model was told of."""
+        """The tools in the model's prompt."""
         return list(self._calls.specs)
 
     @property

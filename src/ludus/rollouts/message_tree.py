@@ -69,7 +69,7 @@ class _Spot:
     after: Position | None
     """The last known turn's action; None for a new conversation."""
     tokens: list[int]
-    """What is appended there; a whole prompt where `after` is None."""
+    """Tokens to append there; a whole prompt where `after` is None."""
     media: tuple[MediaSpan, ...]
     """Which of these stand for images."""
     conversation: list[Message]
@@ -77,10 +77,10 @@ class _Spot:
     digest: blake2b
     """Of all that the model reads."""
     kind: str | None = None
-    """What it counts as: a restart, a branch, or neither so far."""
+    """Kind of the sequence for counters: a restart, a branch, or neither so far."""
 
     def context(self) -> Segment:
-        """What is appended, as a segment."""
+        """The appended tokens as a segment."""
         kind = SegmentKind.PROMPT if self.after is None else SegmentKind.OBSERVATION
         return Segment(kind, self.tokens, media=self.media)
 

@@ -67,7 +67,7 @@ class SamplingGate:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What the model reads before an action."""
+    """The model's context before an action."""
 
     tokens: list[int]
     media: list[MediaSpan]
@@ -353,7 +353,7 @@ class EngineSessions:
         self._busy.discard(name)
 
     def holds(self, name: str, sequence: int) -> None:
-        """What was sampled in a session is part of this sequence."""
+        """Note that the session's tokens are part of this sequence."""
         if name in self._held:
             self._held[name] = sequence
 

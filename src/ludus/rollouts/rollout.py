@@ -99,7 +99,7 @@ class Rollout:
     renders: bool = False
     """Whether to record what environments look like before each turn."""
     gate: SamplingGate | None = None
-    """Where requests to the engine wait while somebody else needs it."""
+    """A gate at which requests to the engine wait while another user needs it."""
 
     @property
     def policy(self) -> EngineChatModel:
@@ -395,7 +395,7 @@ class Rollout:
 
 
 async def _rendered(envs: Mapping[str, Any], access: EnvAccess, turn: int) -> list[EnvRender]:
-    """What the environments look like; one that cannot be shown is left out, and the episode goes on."""
+    """Renders of the environments; one that cannot be rendered is left out."""
     found: list[EnvRender] = []
     for name, env in envs.items():
         try:

@@ -22,9 +22,9 @@ FILES = (".jsonl", ".json", ".parquet")
 MOST_CHARACTERS = 4_000_000
 """Of a row's texts; a million tokens are about as many."""
 _TEXTS = frozenset({"prompt", "messages", "completion", "chosen", "rejected"})
-"""What a model reads of a row."""
+"""Fields of a row that a model reads."""
 _CHECKED = frozenset({"messages", "envs", "system", "metadata"})
-"""What else makes a task."""
+"""Further fields of a task."""
 Columns = Mapping[str, str]
 """Which column is which field: {"prompt": "question"}; a dot reaches into one: "reward_model.ground_truth"."""
 

@@ -40,7 +40,7 @@ class ToolCalls:
         audit: Audit | None,
     ) -> None:
         self.specs = list(specs)
-        """The tools that the model was told of; another list once tools have come or gone."""
+        """The tools in the model's context; another list once tools have come or gone."""
         self._trajectory = trajectory
         self._tools = tools
         self._context = context
@@ -131,7 +131,7 @@ class ToolCalls:
         return result if content == result.content else replace(result, content=content)
 
     async def _changed_tools(self) -> str:
-        """What to tell the model of tools that have come or gone; the prompt, which it has read, stays."""
+        """Message to the model about tools that have come or gone; the prompt, which it has read, stays."""
         if not await tools_changed(self._tools, self._context):
             return ""
         before, self.specs = self.specs, list(await self._tools.list(self._context))

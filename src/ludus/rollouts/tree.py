@@ -87,7 +87,7 @@ class Leaf:
 
     @property
     def score(self) -> float:
-        """What it is worth: its reward, or what it was worth when it was held."""
+        """Its reward, or its score when it was held."""
         return (self.trajectory.reward or 0.0) if self.record.score is None else self.record.score
 
 
@@ -295,7 +295,7 @@ def _best_first(leaves: Sequence[Leaf], draw: int) -> list[Leaf]:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What the search has done to one finished attempt."""
+    """Bookkeeping of the search for one finished attempt."""
 
     weight: float
     """How much likelier the policy is to play it than the search is to find it: the product over its turns of

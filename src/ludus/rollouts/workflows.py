@@ -1,7 +1,7 @@
-"""Workflow memory: how similar tasks were done before, told to the agent at the start of a task.
+"""Workflow memory: how similar tasks were done before, given to the agent at the start of a task.
 
 A workflow is what a successful episode did, without its detours: calls that were refused and repeats are left
-out, an argument that the task said or a result told stands as such, and where several episodes did the same
+out, an argument that came from the task or a result stands as such, and where several episodes did the same
 with different arguments, the argument is left open. At the start of a task the workflows whose goals are most
 like it go into the system message. Held-out measurements do without, unless a recipe asks for it: otherwise
 they would measure the memory.
@@ -67,7 +67,7 @@ class Workflow:
     """Steps that worked, and what they were good for."""
 
     goals: tuple[str, ...]
-    """What tasks asked for."""
+    """Requests of the tasks."""
     steps: tuple[WorkflowStep, ...]
     episodes: int = 1
     """How many successes did so."""
@@ -125,7 +125,7 @@ def similar_workflows(
 
 
 def with_workflows(tasks: Sequence[Task], config: WorkflowConfig) -> Sequence[Task]:
-    """The same tasks, each with the most similar workflows in its system message."""
+    """Copy of the tasks, each with the most similar workflows in its system message."""
     workflows = load_workflows(config.file)
     return map_tasks(lambda task: _told(task, similar_workflows(workflows, task, config)), tasks)
 
@@ -137,7 +137,7 @@ def _told(task: Task, found: Sequence[Workflow]) -> Task:
     text = "\n".join([HEADER, *lines])
     system = [message for message in task.messages if message.role == "system"]
     if any(HEADER in message.content for message in system):
-        return task  # told already
+        return task  # has them already
     rest = [message for message in task.messages if message.role != "system"]
     if system:
         first = replace(system[0], content=f"{system[0].content}\n\n{text}")
@@ -228,7 +228,7 @@ def _words(text: str) -> list[str]:
 
 
 def _rarity(workflows: Sequence[Workflow]) -> dict[str, float]:
-    """What a word tells: little where most goals have it."""
+    """Weight of each word: low where most goals have it."""
     counts = Counter(word for one in workflows for goal in one.goals for word in set(_words(goal)))
     total = sum(len(one.goals) for one in workflows)
     return {word: math.log((1 + total) / count) for word, count in counts.items()}

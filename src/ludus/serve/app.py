@@ -1,4 +1,4 @@
-"""What every HTTP server of Ludus is made of: who may ask, how bodies are read, how errors are answered.
+"""Base of every HTTP server of Ludus: access, reading of bodies, answers to errors.
 
 A server is an `HttpApi` (its routes, and the form in which its kind of API reports errors) behind an
 `AppServer` (`serve/server.py`: listening, draining, signals):
@@ -58,7 +58,7 @@ class HttpApi(ABC):
 
     @abstractmethod
     def routes(self) -> Iterable[web.RouteDef]:
-        """What there is, and who handles it."""
+        """Routes and their handlers."""
 
     def admit(self, request: web.Request) -> web.StreamResponse | None:
         """Raise where the caller may not ask this; an answer returned here takes the handler's place."""
@@ -66,7 +66,7 @@ class HttpApi(ABC):
 
     @abstractmethod
     def problem(self, request: web.Request, error: Exception) -> web.StreamResponse | None:
-        """What the client is told of an error; None for the server's own, which aiohttp logs (status 500)."""
+        """The response to an error; None for the server's own, which aiohttp logs (status 500)."""
 
     def answered(self, request: web.Request, answer: web.StreamResponse, seconds: float) -> None:  # noqa: B027 - optional
         """Note how a request ended."""

@@ -3,7 +3,7 @@
 A session of the protocol is an episode here: its sandbox, its files and its environments last as long as it
 does. Over stdio the process has one session; over HTTP each client has its own, which is closed when the
 client says so or when it has been idle. The stateless revision of the protocol (2026-07-28) has no sessions
-over HTTP, so there a client is told to use an older one, which all of them know.
+over HTTP, so there the server offers an older one, which all of them know.
 
 Environments bring a tool more, `begin_task`: it resets them for the task of that number, and says what it is.
 """
@@ -52,7 +52,7 @@ _ABOUT = {
 
 @dataclass(slots=True)
 class AgentSession:
-    """What one client has here."""
+    """Session of one client."""
 
     episode: str
     used: float
@@ -82,7 +82,7 @@ class AgentSessions:
         return bool(self._tasks)
 
     async def list(self, id: str) -> list[ToolSpec]:
-        """What the session can call now."""
+        """The session's current tools."""
         async with self._used(id) as context:
             found = list(await self._host.list(context))
         if self.has_envs:
@@ -197,7 +197,7 @@ def make_mcp_server(sessions: AgentSessions, name: str = "ludus") -> Server[Any]
 
 
 class _failures:  # noqa: N801 - reads as a block
-    """Failures of ours, as the protocol says them."""
+    """Infrastructure failures as errors of the protocol."""
 
     def __enter__(self) -> None:
         return None

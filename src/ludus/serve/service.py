@@ -35,7 +35,7 @@ from ludus.tools.wire import CallBody, ErrorKind, dump
 
 
 class ServerConfig(Config):
-    """What bounds a tool server. Every queue, buffer and wait in it has its limit here."""
+    """Limits of a tool server. Every queue, buffer and wait in it has its limit here."""
 
     host: str = "127.0.0.1"
     """The address to listen on; one that others can reach needs a token."""
@@ -54,7 +54,7 @@ class ServerConfig(Config):
     idle_seconds: float = Field(default=1800.0, gt=0)
     """Seconds without use after which a session is closed."""
     drain_seconds: float = Field(default=30.0, ge=0)
-    """How long running calls may take to finish once the server is told to stop."""
+    """How long running calls may take to finish once the server stops."""
     orphan_seconds: float = Field(default=5.0, ge=0)
     """How long a call goes on after its caller's connection broke, in case the caller asks again."""
     max_body_bytes: int = Field(default=8_000_000, ge=1024)
@@ -199,7 +199,7 @@ class IdempotencyCache:
 
 
 def fingerprint(call: CallBody) -> bytes:
-    """What makes two requests the same call."""
+    """Fingerprint of a call: equal for two requests of the same call."""
     return hashlib.blake2b(dump([call.name, call.arguments, call.id]), digest_size=16).digest()
 
 

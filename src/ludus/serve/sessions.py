@@ -1,7 +1,7 @@
 """Server sessions: the episodes that a server holds open, and when it closes them.
 
 Who waits for whom. Opening a session is a task: requests that open it again, or call in it, wait for that
-task. A request to open waits `_OPEN_SECONDS` at most and is then told to ask again, which keeps the session's
+task. A request to open waits `_OPEN_SECONDS` at most and then fails with "ask again", which keeps the session's
 place in the queue for an instance: so a client knows a server that is busy from one that hangs. So is closing
 one: it cancels the session's running calls, waits for them, then lets the host release the episode, whether or
 not the client that asked for it still waits. A sweeper closes sessions that were not used for `idle_seconds`; a
@@ -111,7 +111,7 @@ class ServerSessions:
             raise error
 
     async def _why_it_waits(self) -> str:
-        """What to tell a client whose session is not open yet."""
+        """Message to a client whose session is not open yet."""
         stats: Json = {}
         with contextlib.suppress(InfraError, TimeoutError):  # the answer matters more than its details
             async with asyncio.timeout(1.0):
@@ -169,7 +169,7 @@ class ServerSessions:
             self._metrics.opened.inc()
 
     async def tools(self, session: ServerSession) -> Sequence[ToolSpec]:
-        """What the session can call now."""
+        """The session's current tools."""
         try:
             specs = await self._host.list(session.context)
         except InfraError as error:
@@ -177,7 +177,7 @@ class ServerSessions:
         return [spec for spec in specs if session.wants(spec.name)]
 
     async def observations(self, session: ServerSession) -> Json:
-        """What each of the session's environments showed last."""
+        """The last observation of each of the session's environments."""
         try:
             return await self._host.ask("opened", session.context, {})
         except InfraError as error:

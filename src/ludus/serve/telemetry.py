@@ -1,4 +1,4 @@
-"""What a server reports: Prometheus metrics, and on demand a line of JSON for each request and call."""
+"""Telemetry of a server: Prometheus metrics, and on demand a line of JSON for each request and call."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Metrics:
 
 
 class ModelMetrics:
-    """What a model server counts."""
+    """Counters of a model server."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()

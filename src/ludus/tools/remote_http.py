@@ -70,7 +70,7 @@ def own_token() -> tuple[str, Path]:
         made.touch(mode=0o600, exist_ok=False)
         try:
             made.write_text(secrets.token_urlsafe(32))
-            with contextlib.suppress(FileExistsError):  # somebody else was first
+            with contextlib.suppress(FileExistsError):  # another process was first
                 path.hardlink_to(made)  # whole, or not at all
         finally:
             made.unlink()

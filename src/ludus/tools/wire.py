@@ -84,9 +84,9 @@ class OpenBody(_Request):
     session: Annotated[Key, AfterValidator(_secret)] = Field(
         default_factory=lambda: secrets.token_hex(16)
     )
-    """Who knows it can use and close the session: at least 16 random characters, or left out and made here."""
+    """Secret for using and closing the session: at least 16 random characters, or left out and made here."""
     episode: str = Field(max_length=1024)
-    """What the tools are told of as the episode."""
+    """The episode's identity for the tools."""
     task: Task = Task()
     """What the episode is about, for tools that want to know."""
     tools: list[str] | None = None
@@ -94,7 +94,7 @@ class OpenBody(_Request):
 
 
 class ToolBody(_Body):
-    """A tool as the model is told of it, and what a client must know before it repeats a call."""
+    """A tool's spec for the model, and whether a client may repeat a call."""
 
     name: str
     description: str
@@ -103,7 +103,7 @@ class ToolBody(_Body):
     returns: dict[str, Any] | None = None
     """A JSON Schema of its results, where that is known."""
     repeatable: bool
-    """Whether a call may run again when nobody knows how its first run ended."""
+    """Whether a call may run again when the outcome of its first run is unknown."""
     stateful: bool
     """Whether a call may leave something behind in the session that later calls need."""
 
@@ -126,7 +126,7 @@ class ServedEnvBody(_Body):
     step_rewards: str
     """How rewards of calls make up the episode's: sum, max, last."""
     show_actions: str
-    """Whether the agent is told of possible actions: no, tool, observation."""
+    """How the agent learns of possible actions: no, tool, observation."""
     takes_text: bool
     """Whether it has the tool `step`, which takes an action in words."""
 

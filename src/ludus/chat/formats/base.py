@@ -22,7 +22,7 @@ MAX_CALLS = 64
 
 @dataclass(frozen=True, slots=True)
 class ParsedAction:
-    """What an action says. It holds calls, or an answer, or neither; never both."""
+    """A parsed action. It holds calls, or an answer, or neither; never both."""
 
     text: str
     """The text outside the calls, without the thinking."""
@@ -38,17 +38,17 @@ class ActionFormat(ABC):
     stops: tuple[str, ...] = ()
     """Strings that end an action, beside the tokenizer's stop tokens."""
     marks: tuple[str, ...] = ()
-    """What an action may contain as special tokens, where the tokenizer has them."""
+    """Special tokens that an action may contain, where the tokenizer has them."""
     inline_stops: tuple[str, ...] = ()
-    """What ends a call where its result is appended to the same turn; without any, a format cannot do that."""
+    """Stops of a call whose result is appended to the same turn; without any, a format cannot do that."""
     inline: bool = False
     """Whether results are appended to the assistant's own turn. Calls may then stand inside a thought."""
     answer_tag: str | None = None
     """A tag that the answer may stand in, where all text without calls is one."""
     result_role: Role = "tool"
-    """Who is shown to say a result. With "user", the renderer makes a user's message of it."""
+    """The role of a result's message. With "user", the renderer makes a user's message of it."""
     result_frame: tuple[str, str] = ("<tool_response>\n", "\n</tool_response>")
-    """What encloses a result that is shown as a user's message. Only there is it taken for our own words:
+    """Text around a result that is shown as a user's message. Only there is it taken for our own words:
     a user who writes the same has written text."""
 
     def inlined(self) -> Self:
@@ -91,7 +91,7 @@ class ActionFormat(ABC):
 
     @abstractmethod
     def parse(self, text: str) -> ParsedAction:
-        """What `text` asks for. Never raises: a call that cannot be read is one with a fault."""
+        """Parse the text of an action. Never raises: a call that cannot be read is one with a fault."""
 
     def certain(self, body: str) -> int:
         """How many characters of a reply's beginning are text in it, whatever follows them.

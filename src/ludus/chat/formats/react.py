@@ -172,7 +172,7 @@ def _labelled(text: str) -> list[tuple[str, str]]:
 
 
 def _outside(parts: Sequence[tuple[str, str]]) -> str:
-    """What is neither an action nor an answer."""
+    """The text that is neither an action nor an answer."""
     return "\n".join(body for label, body in parts if label in ("", "Thought")).strip()
 
 

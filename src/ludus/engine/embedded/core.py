@@ -178,7 +178,7 @@ class EngineCore:
         if not self._kv_cache.halve():
             return False
         _log.warning(
-            "a step ran out of memory: the KV cache goes on with half of its %d tokens; a lower engine.memory "
+            "a step ran out of memory: the KV cache shrinks to half of its %d tokens; a lower engine.memory "
             "(or engine.cache_tokens) avoids this",
             self.room,
         )

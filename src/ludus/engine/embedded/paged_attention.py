@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class KVCache(Protocol):
-    """What the engine asks of a KV cache's memory."""
+    """Interface of a KV cache's memory."""
 
     block_size: int
 

@@ -54,7 +54,7 @@ class StepPlan:
 
 @dataclass(slots=True)
 class IdleSession:
-    """What a session holds between its requests."""
+    """State of a session between its requests."""
 
     block_table: BlockTable
     tokens: list[int]

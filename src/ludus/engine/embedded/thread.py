@@ -117,7 +117,7 @@ class EngineThread:
             raise _again(self.closed)
 
     async def call(self, command: Callable[[], T]) -> T:
-        """What `command` gives when run on the thread, between steps."""
+        """Run `command` on the thread, between steps, and return its result."""
         reply_future = ReplyFuture()
 
         def answer() -> None:

@@ -1,4 +1,4 @@
-"""What goes over the connection to a replica's process, as the bodies of frames (`remote/channel.py`).
+"""Payloads of the connection to a replica's process, as the bodies of frames (`remote/channel.py`).
 
 Tokens are int32, log-probabilities float64, so that nothing is rounded; images are the bytes of their files.
 """

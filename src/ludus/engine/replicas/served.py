@@ -23,7 +23,7 @@ from ludus.engine.replicas.frames import (
 from ludus.engine.replicas.weights import load_into, load_model
 
 _IMAGE_BYTES = 1 << 28
-"""What the files of images may take that are kept for later requests."""
+"""Most bytes of image files that are kept for later requests."""
 
 
 class _Missing(Exception):
@@ -56,7 +56,7 @@ class _Decoder:
 
 
 class ServedEngine:
-    """Answers requests; what fails is told as an error, with whether to try again."""
+    """Answers requests; an error is sent back, with whether to try again."""
 
     def __init__(self) -> None:
         self._engine: EmbeddedEngine | None = None

@@ -1,4 +1,4 @@
-"""What is sent to an OpenAI-compatible server, and how its answers are read. Pure.
+"""Requests to an OpenAI-compatible server, and parsing of its answers. Pure.
 
 A server's answer is not trusted: every field is checked before it is used, and what does not fit is a
 `BadResponse` that says what was wrong.
@@ -30,7 +30,7 @@ MOST_STOPS = 4
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a server said. `stop` is the stop string it met, `tells_stop` whether it says so at all."""
+    """A parsed answer. `stop` is the stop string it met, `tells_stop` whether it says so at all."""
 
     text: str
     finish: FinishReason

@@ -1,4 +1,4 @@
-"""What is sent to a vLLM server, and how its answers are read. Pure.
+"""Requests to a vLLM server, and parsing of its answers. Pure.
 
 The route (vLLM 0.32): `/inference/v1/generate` takes token ids and gives token ids, log-probabilities and spans
 of weight versions back. A server's answer is not trusted: every field is checked before it is used, and what
@@ -22,7 +22,7 @@ from ludus.engine.embedded.request import Decode, StopChecker
 from ludus.remote.client import BadResponse
 
 REQUEST_PREFIX = "generate-tokens-"
-"""What the server puts before a request's own id."""
+"""The server's prefix of a request's own id."""
 _NOT_COMPUTED = -9000.0
 """The server writes -9999 where it has no number, or one that is not finite."""
 _SEED_BITS = 2**63 - 1

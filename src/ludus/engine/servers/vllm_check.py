@@ -1,4 +1,4 @@
-"""What a vLLM server must be so that it can be trained on: found out before the first episode. Pure.
+"""Requirements on a vLLM server for training, checked before the first episode. Pure.
 
 Each problem names the flag or the setting that mends it. What cannot be asked for is measured: the canary
 compares log-probabilities after every update (`engine/canary.py`).
@@ -20,7 +20,7 @@ DEV_MODE = "VLLM_SERVER_DEV_MODE=1"
 SCALE_OUT = "--enable-scale-out"
 LOGPROBS = "processed_logprobs"
 SERVE_COMMAND = "ludus serve vllm RECIPE"
-"""What starts a server as it has to be."""
+"""The command that starts a server with the required settings."""
 
 _BATCHED_TOKENS = 2048
 _SHAPE = (
@@ -37,7 +37,7 @@ _SHAPE = (
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What a server says of itself (`/server_info`)."""
+    """A server's description of itself (`/server_info`)."""
 
     logprobs_mode: str
     dtype: str
@@ -77,7 +77,7 @@ def _table(body: Mapping[str, Any], name: str) -> Json:
 
 
 def setting_problems(info: ServerInfo, trained: Mapping[str, Any]) -> list[str]:
-    """What is wrong with a server's settings; `trained` is the config.json of the trained model, or empty."""
+    """Problems of a server's settings; `trained` is the config.json of the trained model, or empty."""
     found = []
     dtype = trained.get("dtype", trained.get("torch_dtype"))
     if info.logprobs_mode != LOGPROBS:

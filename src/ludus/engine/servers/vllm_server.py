@@ -34,7 +34,7 @@ T = TypeVar("T")
 _CONTROL_CONNECTIONS = 8
 _GENERATE = "inference/v1/generate"
 _CLOSED = (401, 403, 404, 405)
-"""What a server answers on routes that it does not have, or not for us."""
+"""Statuses of routes that a server does not have, or does not allow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +117,11 @@ class VllmServer:
         await self._command("collective_rpc", call, _ignored, retries=0)
 
     async def set_label(self, label: str) -> None:
-        """What the server calls the weights that it has now."""
+        """Set the server's label of its current weights."""
         await self._command("update_weight_version", {"new_version": label}, _ignored)
 
     async def label(self) -> str:
-        """What the server calls its weights."""
+        """The server's label of its weights."""
         return await self._command("weight_info", None, lambda body: str(body.get("weight_version")))
 
     async def check(self, trained: Mapping[str, Any] | None = None) -> None:
@@ -146,7 +146,7 @@ class VllmServer:
             raise self._failure(RequestFailed(reply.problem, reply))
 
     async def ailment(self) -> str | None:
-        """What is wrong with it, as far as it can be seen from outside."""
+        """Problem of the server, as far as it can be seen from outside; None if it is well."""
         seconds = self.options.health_seconds
         try:
             async with asyncio.timeout(seconds):
@@ -176,7 +176,7 @@ class VllmServer:
             raise self._failure(error) from error
 
     def _failure(self, error: RequestFailed) -> Exception:
-        """A server that is not set up is a mistake in the settings; a bad request is ours."""
+        """A server that is not set up is a mistake in the settings; a bad request is a bug here."""
         reply: ServerReply | None = error.reply
         if reply is None:
             return EngineError(str(error))

@@ -16,7 +16,7 @@ from ludus.envs.env import OVER, Env, Step
 from ludus.envs.world import EnvAdapter
 
 _INDEX = ("data_idx", "game", "session_id", "item_id", "idx", "id", "seed")
-"""What the servers call the number of a task, in a request to reset."""
+"""The servers' names for the number of a task, in a request to reset."""
 _DEFAULTS = {"world_type": "Text", "seed": 0}
 _GONE = re.compile(r"is not valid|has been deleted|not exist|^'?\d+'?$")
 """What the servers say of an instance that they do not have (any more)."""

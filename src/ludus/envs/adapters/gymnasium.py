@@ -28,7 +28,7 @@ ACTIONS = {
     "Acrobot": ("left", "nothing", "right"),
     "LunarLander": ("nothing", "left engine", "main engine", "right engine"),
 }
-"""What the actions of Gymnasium's own environments are called; a number means the same."""
+"""Names of the actions of Gymnasium's own environments; their numbers are accepted too."""
 _MOST_NUMBERS = 256
 _COLOUR = re.compile(r"\x1b\[\d+(;\d+)*m(.*?)\x1b\[0m", re.DOTALL)
 

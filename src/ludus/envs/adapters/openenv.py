@@ -128,7 +128,7 @@ class OpenEnv(Env):
             raise self._server.failure("/ws", f"tools that cannot be read: {error!r}") from error
 
     async def _ask(self, kind: str, data: Json | None) -> Json:
-        """One message and its answer. What goes wrong ends the session: nobody knows the server's state."""
+        """One message and its answer. An error ends the session: the server's state is unknown."""
         server = self._server
         if self._socket is None:
             if kind in ("step", "state"):

@@ -52,7 +52,7 @@ class ForeignServer:
         )
 
     async def json(self, method: str, path: str, body: Json | None = None, **query: Any) -> Any:
-        """What the server answers, decoded."""
+        """The server's answer, decoded from JSON."""
         async with self.failures(path):
             url = f"{self.address}{path}"
             async with self._http.open(method, url, json=body, params=query) as response:

@@ -42,7 +42,7 @@ from ludus.rewards import reward
 from ludus.tools import FunctionTool, Tool
 
 NAME = "verifiers"
-"""What a recipe calls the environment."""
+"""Name of the environment in a recipe."""
 
 
 # Tasks ----------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ _KEYS = {"task", "messages", "answer", "label", "target", "metadata", "text"}
 
 @dataclass(frozen=True, slots=True)
 class LabelledAnswer:
-    """An answer that somebody judged."""
+    """An answer that a person judged."""
 
     task: Task
     answer: str
@@ -80,7 +80,7 @@ class Agreement:
         return "\n".join(shown)
 
     def warnings(self) -> list[str]:
-        """What should be mended before training on it."""
+        """Problems to fix before training on it."""
         found = []
         if self.kappa is not None and self.kappa < _FAIR_KAPPA:
             found.append(

@@ -1,4 +1,4 @@
-"""What all judges share: a model, how it is asked, whose fault no answer is, and what a verdict cost.
+"""Shared by all judges: a model, its requests, attribution of missing answers, and cost.
 
 A judge is a question (`evidence.question`), a verdict's schema (`CodedVerdict`) and a score. A judge that gives
 no usable answer is either broken, which is our failure and leaves the episode unscored, or kept from answering
@@ -131,7 +131,7 @@ class AskingReward(Asking, OptionsReward):
 
     @property
     def usage(self) -> ChatUsage:
-        """What has been asked so far, where the model counts it."""
+        """Requests so far, where the model counts them."""
         return self.chat_model.usage if isinstance(self.chat_model, CountsUsage) else ChatUsage()
 
     async def verdict(

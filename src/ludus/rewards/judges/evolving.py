@@ -76,7 +76,7 @@ class EvolutionConfig(Config):
 
 
 class ProposedCriteria(CodedVerdict):
-    """What a model proposes."""
+    """Criteria proposed by a model."""
 
     criteria: list[Criterion]
 
@@ -113,7 +113,7 @@ class RubricEvolution:
         self.window: list[dict[str, Any]] = []
         """Scores of the episodes since the last change."""
         self.history: list[dict[str, Any]] = []
-        """What changed with each version."""
+        """Changes of each version."""
 
     async def end_step(self, groups: Sequence[Group], asking: Asking) -> None:
         """Note a step's episodes, and change the rubric where it is time to."""

@@ -34,7 +34,7 @@ from ludus.rewards.scores import Parts
 
 
 class JudgeVerdict(CodedVerdict):
-    """What a judge answers."""
+    """Answer of a judge."""
 
     reason: str = ""
     scores: dict[str, OutOfTen]
@@ -116,7 +116,7 @@ class Judge(AskingReward):
             self.rubric = self.evolution.rubric
 
     def question(self, trajectory: Trajectory, task: Task, rubric: Rubric) -> JudgeQuestion:
-        """What the judge is asked about an episode."""
+        """The question to the judge about an episode."""
         done = done_in(trajectory, task)
         evidence = {"task": transcript(task.messages, self.most_chars)}
         if self.target:

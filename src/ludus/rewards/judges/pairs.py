@@ -19,7 +19,7 @@ from ludus.rewards.preferences import AttemptPair, PairVerdict, Side, flipped
 
 
 class PairAnswer(CodedVerdict):
-    """What the judge answers."""
+    """Answer of the judge."""
 
     reason: str = ""
     better: Side
@@ -62,7 +62,7 @@ class PairJudge(Asking):
         return await self.ask(self.question(first, second), PairAnswer, check=check)
 
     def question(self, first: Trajectory, second: Trajectory) -> JudgeQuestion:
-        """What the model is asked about two attempts, in this order."""
+        """The question to the model about two attempts, in this order."""
         named = [f"{name}: {text}" if text else name for name, text in self._meanings.items()]
         system = [
             "You compare two attempts of an AI agent at one task. You are given the task and what each did, "

@@ -43,7 +43,7 @@ class Criterion(Config):
     id: str = Field(pattern=r"^[a-z][a-z0-9_]{0,39}$")
     """Its name in verdicts and metrics."""
     text: str = Field(default="", max_length=2_000)
-    """What it means."""
+    """Definition of the criterion."""
     weight: float = Field(default=1.0, gt=0)
     """Its share of the score; weights are normalised."""
 

@@ -53,7 +53,7 @@ class AttemptVerdict(BaseModel):
 
 
 class RulerVerdict(CodedVerdict):
-    """What a judge says of a group."""
+    """Verdict on a group."""
 
     scores: list[AttemptVerdict]
 
@@ -136,7 +136,7 @@ class Ruler(AskingReward):
         return found
 
     def question(self, conversations: Sequence[Sequence[Message]]) -> JudgeQuestion:
-        """What the judge is asked about these attempts, in this order."""
+        """The question to the judge about these attempts, in this order."""
         shared = common_prefix(conversations)
         start = transcript(conversations[0][:shared], self.most_chars) or "(nothing)"
         whole = [transcript(one[shared:], self.most_chars) for one in conversations]

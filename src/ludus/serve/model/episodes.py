@@ -319,7 +319,7 @@ class EpisodeSession:
         await asyncio.gather(*tasks, return_exceptions=True)
         for one in self._sampling.values():
             if one.task.done() and not one.task.cancelled():
-                one.task.exception()  # it was told to its waiters; asyncio warns of errors that are never read
+                one.task.exception()  # its waiters have raised it; asyncio warns of errors that are never read
         for tree in (self.tree, *self._frozen.values()):
             await tree.close()
         for turn, value in self._turn_rewards.items():

@@ -137,7 +137,7 @@ class ProgramAgent(Agent):
             episode.end(session.stop)
             return
         if ended.problem is not None and session.failure is not None:
-            raise session.failure  # ours: the program only passed it on
+            raise session.failure  # infrastructure's: the program only passed it on
         if ended.problem is not None and (last is None or self.config.crash_reward is None):
             raise ProgramFailed(ended.problem)
         if last is None:

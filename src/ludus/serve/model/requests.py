@@ -1,4 +1,4 @@
-"""What the APIs have in common: a request, a reply, an error, and how to read what clients send."""
+"""Shared by the APIs: a request, a reply, an error, and parsing of clients' input."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class ModelRequest:
     count: int = 1
     """How many replies (`n`)."""
     left_out: tuple[str, ...] = ()
-    """The tools that the model was not told of, because it cannot call them: hosted ones, and the like."""
+    """The tools left out of the model's prompt, because it cannot call them: hosted ones, and the like."""
     calls_allowed: bool = True
     """False for tool_choice = "none": tools stay in the prompt, and what is written is text."""
     asked: Mapping[str, Any] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class ModelRequest:
 
 @dataclass(frozen=True, slots=True)
 class ReplyHead:
-    """What is known of a reply before it is sampled."""
+    """The part of a reply that is known before it is sampled."""
 
     id: str
     prompt_tokens: int

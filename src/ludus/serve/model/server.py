@@ -40,16 +40,16 @@ from ludus.tools.wire import ErrorKind
 
 REWARD_HEADER = "X-Ludus-Reward"
 LEFT_OUT_HEADER = "X-Ludus-Left-Out"
-"""In a response: the tools of its request that the model was not told of."""
+"""In a response: the tools of its request that were left out of the prompt."""
 _COMPLETIONS = {"/v1/chat/completions": CHAT, "/v1/responses": RESPONSES, "/v1/messages": ANTHROPIC}
 _HEALTH = ("/healthz", "/readyz")
 _TOLD = (ApiError, RequestError, BudgetUsedUp, InfraError, ConfigError, Aborted, ImageError)
-"""What clients are told, in the API's own form."""
+"""Errors that are sent to clients, in the API's own form."""
 
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """What the HTTP request says beside its body."""
+    """The HTTP request without its body."""
 
     path: str
     digest: bytes
@@ -69,13 +69,13 @@ class Forwarded:
 
 
 class ModelService(Protocol):
-    """Who may ask what, and what is replied. A caller is what `authorize` returns."""
+    """Authorization and replies of a model server. A caller is the result of `authorize`."""
 
     @property
     def metrics(self) -> ModelMetrics: ...
 
     async def authorize(self, request: web.Request, key: str) -> Any:
-        """Whose key it is; `ApiError` or `RequestError` if it is nobody's."""
+        """The caller with this key; `ApiError` or `RequestError` for an unknown key."""
 
     def models(self, caller: Any) -> Sequence[str]:
         """The names of the models that may be asked for."""
@@ -83,7 +83,7 @@ class ModelService(Protocol):
     async def complete(
         self, caller: Any, request: ModelRequest, incoming: Incoming, live: LiveReplies | None = None
     ) -> Sequence[ModelReply] | Forwarded:
-        """The replies to a request. `live` is told where their tokens can be read while they are sampled."""
+        """The replies to a request. `live` gets the feeds of their tokens while they are sampled."""
 
     async def count_tokens(self, caller: Any, request: ModelRequest) -> int:
         """How many tokens the model would read."""
@@ -202,7 +202,7 @@ class ModelApi(HttpApi):
             self._note(dialect, replies, started)
             await stream.send(live.rest(replies))
         except ConnectionError:
-            pass  # the client is gone: there is nobody to tell
+            pass  # the client is gone
         except _TOLD as error:
             if not stream.has_begun:
                 raise
@@ -317,7 +317,7 @@ def _as_api_error(error: Exception) -> ApiError:
 
 
 def _left_out(asked: ModelRequest) -> dict[str, str]:
-    """A header that names the tools of a request that the model was not told of."""
+    """A header that names the tools of a request that were left out of the prompt."""
     named = re.sub(r"[^A-Za-z0-9_.:, -]", "_", ", ".join(asked.left_out))[:1000]
     return {LEFT_OUT_HEADER: named} if named else {}
 

@@ -1,6 +1,6 @@
 """Replies as server-sent events while they are sampled.
 
-Who waits for whom. The engine waits for nobody: it adds tokens to a `TokenFeed`, which holds no more than the
+Who waits for whom. The engine never waits: it adds tokens to a `TokenFeed`, which holds no more than the
 reply will. Each client has its own place in it (`LiveReplies`) and takes what is new whenever it has taken what
 was there before; one that takes nothing for `client_seconds` is disconnected. Nothing is sent before the first
 token, so that what fails before it is an HTTP error; but if that takes longer than `PING_SECONDS`, comments
@@ -41,7 +41,7 @@ class EventResponse(web.StreamResponse):
 
 
 class LiveReplies:
-    """What one client reads of the replies to its request."""
+    """A client's view of the replies to its request."""
 
     def __init__(self, request: ModelRequest, dialect: Dialect) -> None:
         self.changed = asyncio.Event()
@@ -63,7 +63,7 @@ class LiveReplies:
             feed.readers.discard(self.changed)
 
     def news(self) -> bytes:
-        """What is certain by now and was not sent yet."""
+        """The text that is certain by now and was not sent yet."""
         events: list[Event] = []
         if self._writer is None:
             if not any(feed.tokens for feed in self._feeds) or not all(one.id for one in self._feeds):

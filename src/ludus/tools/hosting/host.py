@@ -145,14 +145,14 @@ async def ask_tools(tools: ToolSet, what: str, context: ToolContext | None, body
 
 
 def error_kind(error: InfraError) -> ErrorKind:
-    """What a failure is called where it is told to another process."""
+    """Kind of a failure, as it is sent to another process."""
     if isinstance(error, EpisodeLost):
         return ErrorKind.SESSION_LOST
     return ErrorKind.UNKNOWN_OUTCOME if isinstance(error, OutcomeUnknown) else ErrorKind.FAILED
 
 
 def failure_fields(error: InfraError) -> Json:
-    """What else of a failure is told there, see `ErrorBody`."""
+    """Further fields of a failure that are sent, see `ErrorBody`."""
     fields: Json = {"boundary": error.boundary.value, "attempts": error.attempts}
     return {**fields, "retriable": error.retriable, "replay": error.replay}
 

@@ -32,7 +32,7 @@ _TRIES = 3
 
 
 class GraphShape(NamedTuple):
-    """What a graph is captured for."""
+    """The shape that a graph is captured for."""
 
     kind: str
     """Kind of step: a graph can only stand in for one of its own kind."""

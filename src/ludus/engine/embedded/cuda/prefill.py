@@ -121,7 +121,7 @@ KIND = "prefill"
 
 @dataclass(frozen=True, slots=True)
 class StepParts:
-    """What a prefill pass works with, as a graph or not."""
+    """Inputs and buffers of a prefill pass, as a graph or not."""
 
     model: nn.Module
     kv_cache: StaticKVCache
