@@ -1,4 +1,4 @@
-"""What the actors of a run have in common: they know whose they are, and say how they are.
+"""Base of the actors of a run: their owner, and their status.
 
 `RunActor` is what runs in the cluster, `ActorWorker` what the process that has started it knows of it.
 """

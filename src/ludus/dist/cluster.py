@@ -156,7 +156,7 @@ def check_room(claims: Sequence[Claim], nodes: Sequence[Node]) -> None:
 
 
 def asked_and_there(claims: Sequence[Claim], nodes: Sequence[Node]) -> str:
-    """What a run asks for beside what there is, for error messages."""
+    """The requested and the available resources, for error messages."""
     asked = ", ".join(str(claim) for claim in claims if claim.count)
     there = "; ".join(map(str, nodes)) or "no node"
     return f"Asked for: {asked}. The cluster has: {there}"
@@ -195,7 +195,7 @@ class RayCluster:
 
     @property
     def own_address(self) -> str:
-        """What the other nodes call this machine."""
+        """The address of this machine for the other nodes."""
         address: str = self._ray.util.get_node_ip_address()
         return address
 

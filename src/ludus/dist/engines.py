@@ -194,7 +194,7 @@ class RayReplica(RequestedReplica):
 
 
 def _other_files(folder: Path) -> dict[str, bytes]:
-    """What a model's folder has beside its weights: its configuration, its tokenizer."""
+    """Files of a model's folder other than its weights: its configuration, its tokenizer."""
     others = [file for file in folder.iterdir() if file.is_file() and file.name != WEIGHTS]
     return {file.name: file.read_bytes() for file in others}
 

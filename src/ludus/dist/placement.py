@@ -144,7 +144,7 @@ class RayPlacement:
         return hosted(host, rewards)
 
     def report(self, phase: str, step: int, total: int, metrics: Mapping[str, float]) -> None:
-        """What the run does, for `ludus cluster`; called after every step."""
+        """Report the run's progress to `ludus cluster`; called after every step."""
         self._seat.tell.remote({"phase": phase, "step": step, "steps": total})
 
     async def close(self) -> None:

@@ -31,7 +31,7 @@ _ATTEMPTS = 3
 
 
 class RewardActor(RunActor):
-    """What scores in the cluster."""
+    """An actor that scores in the cluster."""
 
     async def build(self, specs: list[Any]) -> Json:
         try:
@@ -68,7 +68,7 @@ class RewardHost:
         await self._actors.close()
 
     async def score(self, number: int, seconds: float, trajectory: Trajectory, task: Task) -> Any:
-        """What the reward of this number says, within so many seconds."""
+        """Score by the reward of this number, within so many seconds."""
         problem = ""
         for _ in range(_ATTEMPTS):
             try:

@@ -27,12 +27,12 @@ class ActorStatus:
     seconds_since_heard: float | None = None
     """Since its last request or work: the heartbeat of a run."""
     facts: Json | None = None
-    """What else it knows: the run's step, an engine's version."""
+    """Further facts: the run's step, an engine's version."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterStatus:
-    """What there is."""
+    """Nodes of the cluster, and the actors of Ludus."""
 
     nodes: tuple[Node, ...]
     actors: tuple[ActorStatus, ...]

@@ -71,7 +71,7 @@ class RayWorker(ActorWorker):
 
 
 class ToolActor(RunActor):
-    """What runs in the cluster."""
+    """An actor that runs tools in the cluster."""
 
     async def build(self, references: list[ToolReference], loader: str) -> Json:
         self._tools = HostedTools()

@@ -87,7 +87,7 @@ class DirectorConfig(SynthConfig):
 
 
 class Outline(BaseModel):
-    """What a director answers."""
+    """Answer of a director."""
 
     steps: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=40)]
 

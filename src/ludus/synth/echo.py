@@ -49,13 +49,13 @@ class EchoConfig(EpisodesConfig):
     """'module:function' of (trajectory, task) that says whether the new goal was met; the recipe's rewards,
     where the model names a target, when left out."""
     unverified: Literal["keep", "drop"] = "keep"
-    """What becomes of examples whose new goal nothing can verify."""
+    """Treatment of examples whose new goal cannot be verified."""
     max_tokens: int = Field(default=512, ge=1)
     """Most tokens of an account."""
 
 
 class Achieved(BaseModel):
-    """What a language model says of a failed episode."""
+    """A language model's account of a failed episode."""
 
     achieved: bool
     instruction: str = ""
@@ -124,7 +124,7 @@ class HindsightRelabelling(SynthMethod[EchoConfig]):
 
 
 async def account_of(model: ChatModel, recorded: Trajectory, max_tokens: int) -> Achieved:
-    """What a language model says that an episode has achieved."""
+    """A language model's account of what an episode has achieved."""
     task = recorded.task
     asked = transcript(task.messages, len(task.messages))
     text = (

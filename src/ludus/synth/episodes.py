@@ -187,13 +187,13 @@ async def replay(
 
 
 def observed(trajectory: Trajectory) -> list[str]:
-    """What the model read after its first action, in order."""
+    """Texts that the model read after its first action, in order."""
     after = trajectory.messages[len(trajectory.asked) :]
     return [one.content for one in after if one.role != "assistant"]
 
 
 def first_difference(recorded: Trajectory, played: Trajectory) -> str:
-    """Where two episodes with the same actions were told something else; "" where they were not."""
+    """Where two episodes with the same actions got other results; "" where they did not."""
     before, now = observed(recorded), observed(played)
     for number, (old, new) in enumerate(zip(before, now, strict=False), start=1):
         if old != new:

@@ -34,7 +34,7 @@ sentences, from the results of the tools and from nothing else."""
 
 
 class PathConfig(SynthConfig):
-    """How paths are planned and told."""
+    """How paths are planned and put into words."""
 
     count: int = Field(default=100, ge=1)
     """How many paths to plan; those that the tools refuse are left out."""
@@ -45,7 +45,7 @@ class PathConfig(SynthConfig):
     optional: float = Field(default=0.3, ge=0, le=1)
     """How often an optional parameter is given."""
     values: dict[str, list[Any]] = Field(default_factory=dict)
-    """What a user may say, by "parameter" or "tool.parameter": { city = ["Rome", "Oslo"] }."""
+    """Values that a user may give, by "parameter" or "tool.parameter": { city = ["Rome", "Oslo"] }."""
     writer: ModelSpec | None = None
     """The language model that writes the messages; a template does when left out."""
     temperature: float = Field(default=0.7, ge=0)
@@ -158,7 +158,7 @@ def path_task(
 
 
 def capability_of(path: CallPath, graph: SignatureGraph) -> str:
-    """What an example is practice in, in a word: what loops measure failure by."""
+    """The capability that an example practises, in a word: loops measure failures by it."""
     if len(path.turns) > 1:
         return "several_turns"
     if len(path.calls) > 1:

@@ -1,4 +1,4 @@
-"""What a method of synthesis is, and what it works with.
+"""Interface of a method of synthesis, and its context.
 
 A method has settings and a coroutine `run(context) -> SynthResult`. The context plays episodes, asks language
 models and keeps what was made::
@@ -82,7 +82,7 @@ class ModelTrainer(Protocol):
     async def train(self, data: Path, folder: Path, model: str | None) -> str:
         """Train by the recipe, with the examples of `data` as its demonstrations; the folder of the model.
 
-        It begins with `model`, or with the recipe's own. A run that was stopped in `folder` is gone on with.
+        It begins with `model`, or with the recipe's own. An interrupted run in `folder` is resumed.
         """
 
     async def play(
@@ -92,7 +92,7 @@ class ModelTrainer(Protocol):
 
 
 class SynthConfig(Config):
-    """What every method takes."""
+    """Settings of every method."""
 
     tasks: int | None = Field(default=None, ge=1)
     """How many of the tasks to use, of each task set; all when left out."""
@@ -103,7 +103,7 @@ C = TypeVar("C", bound=SynthConfig)
 
 @dataclass(slots=True)
 class SynthContext:
-    """What a method works with."""
+    """The context of a method: model, task sets, folder."""
 
     sources: Sequence[TaskSource]
     folder: SynthFolder
@@ -173,7 +173,7 @@ class SynthContext:
         name: Callable[[T], str],
         needs_some: bool = True,
     ) -> list[ItemResult]:
-        """What each item gives, in order; finished ones are read from the folder.
+        """Make a result of each item, in order; finished ones are read from the folder.
 
         An item whose `make` fails through our fault gives an empty piece, and is made again by the next run.
         Where nothing at all could be made, `needs_some` refuses to go on.
@@ -208,7 +208,7 @@ class SynthContext:
         return [found[number] for number in range(len(items))]
 
     async def once(self, stage: str, make: Callable[[], Awaitable[ItemResult]]) -> ItemResult:
-        """What a stage of a single item gives."""
+        """The result of a stage of a single item."""
         return (await self.each(stage, [0], lambda _: make(), name=str))[0]
 
     async def groups(
@@ -255,7 +255,7 @@ class SynthMethod(Generic[C]):
     """A way to make examples."""
 
     title: ClassVar[str]
-    """What it is called in a sentence."""
+    """Name of the method in sentences."""
     settings_type: ClassVar[type[SynthConfig]] = SynthConfig
     needs_policy: ClassVar[bool] = True
     """Whether the recipe's model plays episodes; without it none is loaded, and `rollout` only demonstrates."""

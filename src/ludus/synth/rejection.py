@@ -57,13 +57,13 @@ class RejectionSamplingConfig(SynthConfig):
     max_similarity: float = Field(default=0.85, ge=0, le=1)
     """The largest Jaccard overlap of an example's set of actions with that of a kept one."""
     similar_to: Literal["all", "task"] = "all"
-    """What an example must differ from: everything that was kept, or what was kept of its own task."""
+    """Examples that a new one must differ from: all that were kept, or those of its own task."""
     min_quality: float = Field(default=0.6, ge=0, le=1)
     """The least quality: half of it brevity, half of it the share of complete turns."""
     needs_thought: bool = True
     """Whether a complete turn has a thought, beside its action and its observation."""
     embedder: str = "hashed"
-    """What clusters are found by: hashed, http://HOST/v1#NAME, sentence:MODEL, or 'module:object'."""
+    """The embedder of the clusters: hashed, http://HOST/v1#NAME, sentence:MODEL, or 'module:object'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class RejectionSampling(SynthMethod[RejectionSamplingConfig]):
         tasks = context.tasks(settings.tasks)
         await asyncio.to_thread(
             open_embedder, settings.embedder
-        )  # one that fails is told before it is needed
+        )  # one that fails is reported before it is needed
         sampling = None if settings.temperature is None else Sampling(temperature=settings.temperature)
         groups = await context.groups("attempts", tasks, settings.attempts, sampling=sampling)
         parsers = [one.source.rollout.renderer.format.parse for one in tasks]
@@ -103,7 +103,7 @@ class RejectionSampling(SynthMethod[RejectionSamplingConfig]):
 def choose(
     groups: Sequence[Group], parsers: Sequence[Parse | None], settings: RejectionSamplingConfig
 ) -> SynthResult:
-    """What of these groups is kept, and why the rest is not."""
+    """Choose the episodes to keep; the others get a reason."""
     result = SynthResult()
     candidates = [
         [Candidate.of(one, parse, needs_thought=settings.needs_thought) for one in group.trajectories]

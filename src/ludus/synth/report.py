@@ -27,7 +27,7 @@ _MOST_CHARS = 20_000
 
 
 def tables_of(result: SynthResult, cost: Cost) -> list[ReportTable]:
-    """What the report shows: the yield, the reasons, what the method adds, the cost."""
+    """Tables of the report: the yield, the reasons, the method's own, the cost."""
     reasons: list[list[Cell]] = [[reason, count] for reason, count in result.reasons.most_common()]
     found = [
         ReportTable(

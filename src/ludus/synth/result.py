@@ -1,4 +1,4 @@
-"""What a method of synthesis gives back: examples kept, others with the reason, what it cost; its folder.
+"""Result of a method of synthesis: kept examples, rejected ones with the reason, the cost; its folder.
 
 What is made is written at once, so that stopping loses nothing that was finished. The folder of a method::
 
@@ -42,7 +42,7 @@ PROVENANCE = "synth"
 
 @dataclass(slots=True)
 class Cost:
-    """What was spent: on episodes, and on calls of language models that judge or write."""
+    """Cost: of episodes, and of calls of language models that judge or write."""
 
     episodes: int = 0
     sampled_tokens: int = 0
@@ -73,7 +73,7 @@ class Cost:
 
 
 def nothing_kept_hint(reasons: Mapping[str, int]) -> str | None:
-    """What to say where nothing was kept, and a limit is what most examples did not meet."""
+    """A hint where nothing was kept because most examples did not meet a limit; else None."""
     if not reasons:
         return None
     most = max(reasons, key=lambda reason: reasons[reason])
@@ -144,7 +144,7 @@ class SynthResult:
 
 @dataclass(slots=True)
 class ItemResult:
-    """What one item of a stage has given."""
+    """Result of one item of a stage."""
 
     trajectories: list[Trajectory] = field(default_factory=list)
     notes: Json = field(default_factory=dict)
@@ -184,7 +184,7 @@ class SynthFolder(SettingsFolder):
         return self.path / "page.html"
 
     def piece(self, stage: str, number: int, key: str) -> ItemResult | None:
-        """What an item has given, if it is finished; None where it is to be made."""
+        """The stored result of an item; None where it is to be made."""
         path = self._piece_path(stage, number)
         if not path.is_file():
             return None

@@ -45,7 +45,7 @@ _PEOPLE = (
     "an engineer", "a shop owner", "a journalist", "a football coach", "a tourist", "an accountant",
     "a scientist", "a truck driver", "a teacher", "a photographer",
 )  # fmt: skip
-"""Who asks, a few of them in each question: personas make a writer's tasks differ."""
+"""Personas, a few of them in each question: they make a writer's tasks differ."""
 DIFFICULTIES = (1, 2, 3, 4, 5)
 
 OnScenario = Callable[[int, int], None]
@@ -60,7 +60,7 @@ class PlannedCall(BaseModel):
 
 
 class ProposedScenario(BaseModel):
-    """What a writer proposes."""
+    """Scenario proposed by a writer."""
 
     task: Annotated[str, Field(min_length=8, max_length=2_000)]
     difficulty: Annotated[int, AfterValidator(lambda level: min(max(level, 1), 5))] = 3
@@ -128,7 +128,7 @@ class Scenario:
 
 @dataclass(slots=True)
 class ScenarioSet:
-    """What was kept, and why the rest was not."""
+    """Kept scenarios, and the reasons for the rejected ones."""
 
     train: list[Scenario] = field(default_factory=list)
     held_out: list[Scenario] = field(default_factory=list)
@@ -181,7 +181,7 @@ class ScenarioWriter:
         return ScenarioSet(first, second, self._proposed, self._rejected)
 
     async def _opened(self, use: Callable[[ToolContext], Awaitable[Any]]) -> Any:
-        """What `use` gives in an episode of its own: a server with state begins anew."""
+        """Run `use` in an episode of its own: a server with state begins anew."""
         self._episode += 1
         context = ToolContext(f"scenario {self._episode}", Task("scenario"))
         await self.tools.open(context)
@@ -191,7 +191,7 @@ class ScenarioWriter:
             await self.tools.close(context)
 
     async def _look_around(self, specs: Sequence[ToolSpec]) -> list[str]:
-        """What tools that need nothing and change nothing say now."""
+        """Current results of tools that take no arguments and change nothing."""
         harmless = read_only_of(self.tools)
         chosen = [
             spec for spec in specs if spec.name in harmless and not spec.parameters.get("required")
@@ -303,7 +303,7 @@ def scenario_question(
     tool: str = "",
     failed: Sequence[str] = (),
 ) -> list[Message]:
-    """What the writer is asked. A small model copies the tasks that exist, however it is told not to; other
+    """The question to the writer. A small model copies the tasks that exist, whatever the prompt says; other
     people and another tool give it something else to begin with."""
     tools = "\n".join(json.dumps(spec.as_openai()["function"], ensure_ascii=False) for spec in specs)
     parts = [

@@ -153,7 +153,7 @@ def choose_best(groups: Sequence[Group], settings: SearchConfig) -> SynthResult:
 def _weight(
     one: Trajectory, scored: Sequence[Trajectory], weights: dict[int, float], search: str
 ) -> float:
-    """What an example counts as much as, where it stands for the policy's own; 1 is an ordinary attempt."""
+    """Weight of an example as a sample of the policy; 1 is an ordinary attempt."""
     if search == "tree":
         return round(weights[one.attempt] * len(scored), 6)
     if search == "turns":

@@ -53,7 +53,7 @@ class StecaConfig(EpisodesConfig):
     """Repair the bad steps of mostly good episodes."""
 
     score: Literal["turns", "rollouts", "model"] = "turns"
-    """What a step is worth: its own reward, rollouts from before and after it, or a language model's score."""
+    """Score of a step: its own reward, rollouts from before and after it, or a language model's."""
     rollouts: int = Field(default=4, ge=1)
     """Episodes from each step on, with score = "rollouts"."""
     judge: ModelSpec = POLICY
@@ -82,7 +82,7 @@ class StecaConfig(EpisodesConfig):
 
 
 class StepScores(BaseModel):
-    """What a language model gives each step."""
+    """A language model's scores of the steps."""
 
     scores: list[float]
 
@@ -163,7 +163,7 @@ class _Repair:
         return ItemResult([with_provenance(best, method="steca", **facts)])
 
     async def _values(self) -> list[float]:
-        """What each step is worth."""
+        """The score of each step."""
         if self.settings.score == "turns":
             return [action.reward or 0.0 for action in self.recorded.actions]
         if self.settings.score == "model":

@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 PARTS = tuple(field.name for field in fields(Parts))
 """The keywords that are code; the others are tables of the recipe."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What a disk that is full says, or a quota, or a limit on files."""
+"""Error numbers of a full disk, a quota, or a limit on files."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -78,7 +78,7 @@ class Result:
         return f"Result(run={str(self.run.path)!r}{measured}, model={str(self.model)!r})"
 
     def __str__(self) -> str:
-        """What it learned: the held-out success after each stage, and where the model is."""
+        """Summary: the held-out success after each stage, and the model's place."""
         width = max(map(len, self.success), default=0)
         lines = [f"{stage:<{width}}  {share}" for stage, share in self.success.items()]
         return "\n".join(
@@ -237,7 +237,7 @@ def _resolve_all(recipe: Recipe | str | Path | None, what: Mapping[str, Any]) ->
 
 
 def _parts(recipe: Recipe, **given: Any) -> Parts:
-    """What the recipe names, replaced by what was passed in."""
+    """The parts that the recipe names, replaced by those that were passed in."""
     parts = load_parts(recipe)
     for name, value in given.items():
         if value is not None:
@@ -287,10 +287,10 @@ async def train_async(
     show: Console | None = None,
     again: str = AGAIN,
 ) -> Result:
-    """The same, inside a running event loop. Without a `run`, a new folder is made.
+    """`train` inside a running event loop. Without a `run`, a new folder is made.
 
-    `objects` says what of the parts no recipe names, for whoever finds the folder later. `show` is where its
-    progress is shown; `again`, how a run that was stopped is gone on with.
+    `objects` describes the parts that no recipe names, for a later resume. `show` gets its progress; `again` is
+    the command that resumes an interrupted run.
     """
     reset_error_counts()  # each run shows the tracebacks of user code once
     with _closed_on_error(run):
@@ -337,7 +337,7 @@ def _joined(watching: Sequence[OnStep]) -> OnStep:
 
 @contextmanager
 def _closed_on_error(run: RunWriter | None) -> Iterator[None]:
-    """Give a run back that could not be gone on with, so that it can be tried again."""
+    """Give a run back that could not be resumed, so that it can be tried again."""
     try:
         yield
     except BaseException:
@@ -372,7 +372,7 @@ async def _train_in(
         ) as context:
             if context.placement is not None:
                 on_step = _joined([on_step, context.placement.report])
-            if is_resumed:  # now that it can be gone on with: what was written after it will come again
+            if is_resumed:  # what was written after the checkpoint will come again
                 writer.truncate_after(checkpoint.step if checkpoint else -1)
             _add_sinks(writer, recipe, checkpoint.step + 1 if checkpoint else 0)
             writer.write_in_background()

@@ -176,7 +176,7 @@ class RolloutController:
             self._fill()
 
     def notes(self, batch: NextBatch) -> list[Json]:
-        """What is recorded of each group beside its episodes."""
+        """The notes that are recorded on each group."""
         return [
             {"ordinal": d.ordinal, "set": self._sets[d.set].name, "curriculum": dict(d.values)}
             for d in batch.plans
@@ -362,7 +362,7 @@ def _fields(plan: GroupPlan) -> Json:
 
 
 def _failed_group(plan: GroupPlan, outcome: PlayedGroup, attempts: int) -> Group:
-    """What stands for a group whose player failed: its attempts, each with that failure."""
+    """A group whose player failed, as attempts that each have that failure."""
     lost = [
         Trajectory(plan.task, attempt=plan.attempt + i, failure=outcome.failure, stop=StopReason.FAILED)
         for i in range(attempts)

@@ -25,7 +25,7 @@ from ludus.training.config.recipe import Recipe
 
 @dataclass(frozen=True, slots=True)
 class HostedParts:
-    """What of a run is hosted, by the references that another node can build it from."""
+    """Hosted parts of a run, by the references that another node can build them from."""
 
     tools: list[Any] = field(default_factory=list)
     envs: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class HostedParts:
 
 
 def hosted_parts(recipe: Recipe, parts: Parts) -> HostedParts:
-    """What `cluster.tools` moves to the cluster; what it cannot move is refused, or stays by a rule."""
+    """Parts that `cluster.tools` moves to the cluster; others are refused, or stay by a rule."""
     if not recipe.cluster.tools:
         return HostedParts()
     if recipe.task_sets:

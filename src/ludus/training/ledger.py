@@ -237,7 +237,7 @@ class Ledger:
         return entry
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs. What is in flight will be played again."""
+        """State for a resumed run. Groups in flight are played again."""
         return {
             "next_ordinal": self.next_ordinal,
             "version": self.version,

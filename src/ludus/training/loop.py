@@ -4,7 +4,7 @@ A step of RL, for instance:
 
     groups  = play the step's tasks           (the engine samples, tools and environments answer)
     update  = advantages, loss, optimizer     (the engine is paused: it runs the same parameters)
-    version = the engine drops its KV, and goes on with the new weights
+    version = the engine drops its KV, and continues with the new weights
 
 It runs in one event loop. The update blocks that loop on purpose: nothing else may happen meanwhile. From
 the update to the end of its bookkeeping nothing is awaited, so that a cancelled run stops either before a
@@ -74,11 +74,11 @@ class Trainer:
         self._saved: int | None = None
         self._stage: Stage[Any] | None = None
         self._rewards = ""
-        """What the rewards remembered after the last completed step."""
+        """State of the rewards after the last completed step."""
         self._measured: set[int] = set()
         """The steps after which the held-out tasks have been played."""
         self._warned: set[str] = set()
-        """What has been warned of, which is done once."""
+        """Warnings that were logged already: each is logged once."""
         self._gpus: GpuMonitor | None = None
         self._silent = 0
         """Steps in a row from which nothing could be learned."""
@@ -259,7 +259,7 @@ class Trainer:
             log.log(level, "%s", no_signal_text(metrics, f"in {self._silent} steps in a row"))
 
     def _phase(self, stage: Stage[Any]) -> str:
-        """What the stage is called where people read: counted, where there are several of its kind."""
+        """Name of the stage for people: numbered, where there are several of its kind."""
         number = self.progress.stage
         titles = [config.title for config in self.recipe.stages]
         alike = [place for place, title in enumerate(titles) if title == titles[number]]

@@ -44,7 +44,7 @@ class Placement(RankLauncher, Protocol):
         """Rewards that are computed there."""
 
     def report(self, phase: str, step: int, total: int, metrics: Mapping[str, float]) -> None:
-        """What the run does, for `ludus cluster`; called after every step."""
+        """Report the run's progress to `ludus cluster`; called after every step."""
 
     async def close(self) -> None: ...
 

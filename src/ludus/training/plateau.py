@@ -28,7 +28,7 @@ class Plateau:
     mean: float
     """Over the last `window` steps."""
     rise: float
-    """What the fitted line gains over them, as a share of the mean."""
+    """Rise of the fitted line over them, as a share of the mean."""
 
     def __str__(self) -> str:
         how = "falls" if self.rise < -0.05 else "has stopped rising"

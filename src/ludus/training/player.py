@@ -55,7 +55,7 @@ class GroupPlan:
 
 @dataclass(frozen=True, slots=True)
 class PlayedGroup:
-    """What became of a group: its episodes, or why it could not be played."""
+    """Result of a group: its episodes, or why it could not be played."""
 
     ordinal: int
     group: Group | None = None
@@ -81,7 +81,7 @@ class Player(Protocol):
         """Go on after `hold`."""
 
     def describe(self, ordinal: int) -> str:
-        """What a group waits for, in words."""
+        """Text on what a group waits for."""
 
     async def close(self) -> None:
         """Drop what is being played, and return when it has released its resources."""

@@ -1,4 +1,4 @@
-"""What can be known to be wrong before a run begins: refused then, and not hours later."""
+"""Checks before a run begins: mistakes are refused then, and not hours later."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Recording:
     adaptive KL coefficient."""
 
     def batch(self, step: int, sets: Sequence[TaskSet], settings: RolloutSettings) -> RolloutBatch:
-        """What the run learned from in a step, counted from 1 over all stages."""
+        """The batch that the run trained on in a step, counted from 1 over all stages."""
         path = self.run.trajectory_path(step)
         groups, notes = read_groups(path), read_notes(path)
         with_images((t for group in groups for t in group.trajectories), path)

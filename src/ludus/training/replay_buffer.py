@@ -141,7 +141,7 @@ class ReplayBuffer:
         keep_images(folder, (t for one in self.stored for t in one.group.trajectories))
 
     def load(self, folder: Path) -> None:
-        """What a checkpoint has; groups of task sets that are gone are left out."""
+        """Load the groups of a checkpoint; those of task sets that are gone are left out."""
         if not (folder / STORED).is_file():
             return
         numbers = {one.name: number for number, one in enumerate(self.sets)}

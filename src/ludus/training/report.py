@@ -1,4 +1,4 @@
-"""What a finished run shows: a table, a curve, two episodes. Read from the run's folder alone."""
+"""Report of a finished run: a table, a curve, two episodes. Read from the run's folder alone."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Report:
     best_stage: str = ""
     """When that was, such as "after the warm start": the best need not be of the last stage."""
     warnings: list[str] = field(default_factory=list)
-    """What the numbers do not tell by themselves: lost episodes, steps that taught nothing."""
+    """Warnings beside the numbers: lost episodes, steps that taught nothing."""
 
 
 def write_report(run: RunFolder, recipe: Recipe) -> Report:
@@ -91,7 +91,7 @@ def write_diagnosis(run: RunFolder, when: str, episodes: Sequence[Trajectory]) -
 
 
 def _plateaus(run: RunFolder, recipe: Recipe) -> list[str]:
-    """What became of tool use, for each stage that follows it."""
+    """Text on the trend of tool use, for each stage that follows it."""
     start, found = 0, []
     for config in recipe.stages:
         end = start + config.total_steps
@@ -130,7 +130,7 @@ def stage_of(step: int, recipe: Recipe) -> str:
 
 
 def _name(number: int, recipe: Recipe) -> str:
-    """What a stage is called, counted where there are several of its kind."""
+    """Name of a stage, numbered where there are several of its kind."""
     titles = [config.title for config in recipe.stages]
     title = titles[number]
     many = titles.count(title) > 1
@@ -200,7 +200,7 @@ def no_signal_text(row: Mapping[str, float], steps: str) -> str:
 
 
 def _warnings(run: RunFolder) -> list[str]:
-    """What a reader of the table should know, from the run's numbers and the failures of its episodes."""
+    """Warnings for readers of the table, from the run's numbers and the failures of its episodes."""
     rows = run.metrics()
     found: list[str] = []
     for split, which in (("train", "training"), ("eval", "held-out")):
@@ -259,7 +259,7 @@ def _passes(run: RunFolder) -> list[str]:
 
 
 def _samples(run: RunFolder, recipe: Recipe) -> list[tuple[str, Trajectory]]:
-    """The same task before and after RL, or all of the run: one that was learned, if there is such a one."""
+    """Two episodes of one task, before and after RL or the whole run; a task that was learned, if any."""
     steps = sorted(file.step for file in run.trajectory_files() if file.split == "eval")
     number = next((n for n, one in enumerate(recipe.stages) if isinstance(one, RLConfig)), None)
     first = sum(one.total_steps for one in recipe.stages[:number]) if number is not None else 0
@@ -341,7 +341,7 @@ def is_exhausted(rows: Sequence[Mapping[str, Any]], recipe: Recipe, stage: int, 
 
 
 def idle_patience(recipe: Recipe) -> str | None:
-    """What to say where no stage is long enough for `evaluation.patience` to end it."""
+    """A note where no stage is long enough for `evaluation.patience` to end it; else None."""
     config = recipe.evaluation
     longest = max((one.total_steps for one in recipe.stages if one.can_end_early), default=0)
     if config.patience is None or config.patience * config.every < longest:

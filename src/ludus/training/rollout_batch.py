@@ -1,4 +1,4 @@
-"""What a step learns from: groups with shaped rewards, without those that teach nothing.
+"""Batch of a step: groups with shaped rewards, without those that teach nothing.
 
 shape     penalties for length and for broken episodes, added to the reward
 resample  GRPO-RoC: keep a share of each group
@@ -37,7 +37,7 @@ class RolloutBatch:
 
 @dataclass(frozen=True, slots=True)
 class KeptGroup:
-    """What is left of a group that was played."""
+    """The kept part of a group that was played."""
 
     group: Group
     is_informative: bool
@@ -79,7 +79,7 @@ class GroupFilter:
         return KeptGroup(group, is_mixed and not all(map(self._is_masked, scored)))
 
     def batch(self, kept: Sequence[KeptGroup], sets: list[int], refilled: int) -> RolloutBatch:
-        """What a step learns from; `sets` has the task set of each group."""
+        """The batch of a step; `sets` has the task set of each group."""
         groups = [one.group for one in kept]
         masked = self.masked(groups)
         metrics = self._metrics(groups, sets) | {"masked": len(masked)}

@@ -67,7 +67,7 @@ EXPERT_TURNS, EXPERT_TOKENS = 1_000, 1_000_000
 
 @dataclass(slots=True)
 class RunContext:
-    """What a run works with. Use it as an async context manager; leaving it closes everything."""
+    """Resources of a run. Use it as an async context manager; leaving it closes everything."""
 
     recipe: Recipe
     parts: Parts
@@ -87,7 +87,7 @@ class RunContext:
 
     @property
     def policy(self) -> nn.Module:
-        """What is trained; of several ranks, rank 0's part."""
+        """The trained model; of several ranks, rank 0's part."""
         return self.ranks.program.policy
 
     def save_policy(self, folder: Path) -> None:
@@ -112,7 +112,7 @@ class RunContext:
 
     @property
     def scorers(self) -> dict[str, Scorer]:
-        """What scores the episodes of each task set, by the set's name."""
+        """The scorer of each task set, by the set's name."""
         return {one.name: one.rollout.scorer for one in self.task_sets}
 
     async def __aenter__(self) -> Self:
@@ -310,7 +310,7 @@ async def _build_on(
 
 
 def policy_config(recipe: Recipe, checkpoint: Path | None) -> ModelConfig:
-    """The model that a run begins with, or goes on with."""
+    """The model that a run starts or resumes with."""
     if checkpoint is None:
         return recipe.model
     return recipe.model.model_copy(update={"name": str(checkpoint), "scratch": None})
@@ -419,7 +419,7 @@ async def demonstrate(
 
 
 async def tool_specs(rollout: Rollout, parts: Parts) -> list[ToolSpec]:
-    """All tools of a run as the model is told of them, those of its environments included."""
+    """Specs of all tools of a run, those of its environments included."""
     context = ToolContext("demonstrations", Task("", ()))
     specs = list(await rollout.tools.list(context))
     sets: dict[str, EnvTools] = {}

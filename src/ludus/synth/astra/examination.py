@@ -44,7 +44,7 @@ _REPEATED = 4
 
 @dataclass(frozen=True, slots=True)
 class WorldFinding:
-    """What is wrong. `kind` is a short name that reports count by."""
+    """A problem. `kind` is a short name that reports count by."""
 
     kind: str
     text: str
@@ -55,7 +55,7 @@ class WorldFinding:
 
 @dataclass(slots=True)
 class Examination:
-    """What was found, and the tasks that were made on the way."""
+    """Findings, and the tasks that were made on the way."""
 
     findings: list[WorldFinding] = field(default_factory=list)
     tasks: list[Task] = field(default_factory=list)

@@ -1,7 +1,7 @@
 """`ludus synth astra`: an environment, tasks and trajectories from a page of text.
 
 A language model designs the tools and writes the rules. What it wrote is hostile until shown otherwise: it is
-tried in the sandbox (`examination`), and what is wrong is told to the model, which writes it again. Only an
+tried in the sandbox (`examination`), and the model reads what is wrong and writes it again. Only an
 environment without findings is packaged.
 """
 

@@ -43,7 +43,7 @@ expert = recorded_solution
 
 
 def write_world(folder: Path, page: str, spec: WorldSpec, rules: str) -> None:
-    """What an environment needs to run. Its names become keys and functions, so they are checked again."""
+    """Write the files of an environment. Its names become keys and functions, so they are checked again."""
     WorldSpec.model_validate(spec.model_dump())
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder / "page.txt", page)
@@ -59,7 +59,7 @@ def write_package(
     held_out: Sequence[Task],
     demonstrations: Sequence[Trajectory],
 ) -> None:
-    """What training on it needs."""
+    """Write the files for training on it."""
     _write(folder / "tasks.jsonl", "".join(_line(task) for task in training))
     _write(folder / "held_out.jsonl", "".join(_line(task) for task in held_out))
     write_trajectories(folder / "demonstrations.parquet", demonstrations)

@@ -53,7 +53,7 @@ class CapabilityRate:
 
 
 def capability_of_task(task: Task, by: str) -> str:
-    """What a task is practice in: what its metadata says under `by`."""
+    """The capability that a task practises: its metadata under `by`."""
     found = task.metadata.get(by)
     return NO_CAPABILITY if found is None else str(found)
 
@@ -77,7 +77,7 @@ class WrittenTask(BaseModel):
 
 
 class WrittenTasks(BaseModel):
-    """What a language model wrote."""
+    """Answer of a language model."""
 
     tasks: list[WrittenTask]
 

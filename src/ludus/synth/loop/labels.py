@@ -36,7 +36,7 @@ class CallLabel(BaseModel):
 
 
 class LabelVerdict(BaseModel):
-    """What a judge says of a label."""
+    """Verdict on a label."""
 
     model_config = ConfigDict(extra="ignore")
 

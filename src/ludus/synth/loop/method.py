@@ -85,7 +85,7 @@ class LoopToolConfig(SynthConfig):
 
 @dataclass(slots=True)
 class _Round:
-    """What was measured and made in a round."""
+    """Measurements and results of a round."""
 
     rates: dict[str, CapabilityRate]
     diagnosis: Diagnosis

@@ -96,7 +96,7 @@ class ApiGraph:
 
     @property
     def weaknesses(self) -> dict[Spot, float]:
-        """What failures were blamed on, the worst first, with its weight."""
+        """The spots that failures were blamed on, the worst first, with their weights."""
         found = {spot: tally.weight for spot, tally in self.tallies.items() if tally.failures > 0}
         return dict(sorted(found.items(), key=lambda one: (-one[1], str(one[0]))))
 

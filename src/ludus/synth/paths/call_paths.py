@@ -22,7 +22,7 @@ from ludus.tools.json_schema import argument_problems
 
 Operation = Literal["magnify", "connect"]
 Values = Callable[[ParameterNode, Random], Any]
-"""What a user would say for a parameter."""
+"""Draws a value that a user would give for a parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class CallPath:
 
     @property
     def user_values(self) -> list[tuple[str, Any]]:
-        """What the user has to say, as (parameter, value), in order and once each."""
+        """Values that the user has to give, as (parameter, value), in order and once each."""
         found = [
             (name, source.value)
             for call in self.calls

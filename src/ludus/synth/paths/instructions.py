@@ -1,4 +1,4 @@
-"""What a user says so that an assistant makes the calls of a path: by a template, or by a language model."""
+"""A user's instructions for the calls of a path: from a template, or by a language model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ natural sentences. Answer with JSON: {"turns": ["...", ...]}"""
 
 
 class UserTurns(BaseModel):
-    """What a language model wrote."""
+    """Answer of a language model."""
 
     turns: list[str]
 
@@ -85,7 +85,7 @@ def _described(call: PathCall, spec: ToolSpec) -> dict[str, Any]:
 
 
 def unsaid(path: CallPath, turns: Sequence[str]) -> str:
-    """What is missing of the instructions: a turn, or a value that could not be known; empty if nothing is."""
+    """The missing part of the instructions: a turn, or a value that could not be known; empty if nothing is."""
     numbers = list(path.by_turn())
     if len(turns) != len(numbers):
         return f"there are {len(turns)} turns and there should be {len(numbers)}"

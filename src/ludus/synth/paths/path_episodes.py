@@ -31,7 +31,7 @@ _PLENTY = 10_000_000
 _SHOWN_CHARS = 300
 
 Reply = Callable[[Episode, Sequence[str]], Awaitable[str]]
-"""What the assistant says at the end of a turn, given the results of the turn's calls."""
+"""Makes the assistant's reply at the end of a turn, given the results of the turn's calls."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ def fits(returned: Json, wanted: Json, depth: int = 0) -> bool:
     if "anyOf" in wanted:
         return any(fits(returned, _joined(wanted, "anyOf", one), depth + 1) for one in wanted["anyOf"])
     if "oneOf" in wanted:
-        return False  # exactly one of them: what overlaps cannot be told here
+        return False  # exactly one of them: overlaps cannot be found here
     kinds = types_of(returned)
     if len(kinds) != 1:
         return len(kinds) > 1 and all(
@@ -101,7 +101,7 @@ def choices_of(schema: Json) -> list[Any] | None:
 
 
 def type_name(schema: Json) -> str:
-    """What kind of value it is, in a word: "enum" for a choice, else the type, such as "integer"."""
+    """The type of a schema in a word: "enum" for a choice, else the type, such as "integer"."""
     if choices_of(schema) is not None:
         return "enum"
     kinds = types_of(schema)

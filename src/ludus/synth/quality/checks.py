@@ -1,4 +1,4 @@
-"""What can be wrong with one example, whatever else is in the set: an episode in, a reason and facts out."""
+"""Checks of one example, independent of the others: an episode in, a reason and facts out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Finding = tuple[str, str]
 """(reason, detail)."""
 
 _OPAQUE = re.compile(r"(?=[\w-]*\d)(?=[\w-]*[A-Za-z_-])[\w-]{4,}|\d{5,}")
-"""What is not guessed: a word of letters and digits, or a long number."""
+"""Values that cannot be guessed: a word of letters and digits, or a long number."""
 _LONG_TEXT = 200
 """Longer arguments are texts or programs, which the model writes itself."""
 _LONG_RESULT = 24
@@ -169,7 +169,7 @@ Answer with JSON: {"coherent": true or false, "step": the first step that jumps 
 
 
 class StepVerdict(BaseModel):
-    """What a judge says of an episode."""
+    """Verdict on an episode."""
 
     coherent: bool
     step: int | None = None
@@ -177,7 +177,7 @@ class StepVerdict(BaseModel):
 
 
 async def judge_coherence(model: ChatModel, trajectory: Trajectory) -> Finding | None:
-    """What a language model says of adjacent steps."""
+    """A language model's verdict on adjacent steps."""
     text = episode_text(trajectory)[:_MOST_JUDGED]
     verdict = await ask(model, _JUDGE, f"<episode>\n{text}\n</episode>", StepVerdict)
     if verdict.coherent:

@@ -134,7 +134,7 @@ def first_wordings(
 
 
 def asked(messages: Sequence[Message]) -> str:
-    """What the user says before the assistant does."""
+    """The user's text before the assistant's first message."""
     texts: list[str] = []
     for message in messages:
         if message.role == "assistant":

@@ -67,7 +67,7 @@ from ludus.synth.steps import CLOSE, EpisodeStep, Parse, action_set, count_calls
 
 
 class QualityConfig(SynthConfig):
-    """What an example must be like."""
+    """Settings of quality control."""
 
     needs_success: bool = True
     """Leave out episodes that were scored and are no success; those without a score pass."""
@@ -104,7 +104,7 @@ class QualityConfig(SynthConfig):
     max_cluster_share: float | None = Field(default=None, gt=0, le=1)
     """Most examples, as a share, of one cluster; the later ones are left out."""
     mix: Literal["report", "enforce"] = "report"
-    """Whether the mix of difficulties, 30% easy, 50% medium, 20% hard, is told or made."""
+    """Whether the mix of difficulties, 30% easy, 50% medium, 20% hard, is reported or enforced."""
 
 
 @dataclass(slots=True)
@@ -128,7 +128,7 @@ class QualityPipeline:
     held_out: Sequence[Task] | None = None
     """The tasks that nothing may be learned from."""
     rollouts: Mapping[str, Rollout] = field(default_factory=dict)
-    """What plays calls again: by the id of a task, or under "" for all."""
+    """Rollouts that play calls again: by the id of a task, or under "" for all."""
     parse: Parse | None = None
 
     async def run(self, trajectories: Sequence[Trajectory], context: SynthContext) -> SynthResult:
@@ -231,7 +231,7 @@ class QualityPipeline:
             one.finding = (found[0], found[1]) if found else None
 
     def _together(self, examples: Sequence[Example], embedder: TextEmbedder) -> Clusters:
-        """What the rest of the set has to say."""
+        """Checks of an example against the rest of the set."""
         settings = self.settings
         needs_thought = self._needs_thought(examples)
         rates = _success_rates(examples, settings.threshold)
@@ -356,7 +356,7 @@ def _numbered_names(examples: Sequence[Example]) -> dict[int, str]:
 
 
 def _prompts(examples: Sequence[Example], senses: Senses | None) -> list[str]:
-    """What each example was asked; of several wordings of one task, the first."""
+    """The prompt of each example; of several wordings of one task, the first."""
     tasks = [one.trajectory.task for one in examples]
     texts = [asked(one.trajectory.task.messages) or asked(one.trajectory.messages) for one in examples]
     if senses is None:
@@ -366,7 +366,7 @@ def _prompts(examples: Sequence[Example], senses: Senses | None) -> list[str]:
 
 
 def _elements(one: Example, prompt: str) -> set[str]:
-    """What two copies of an example have in common: what was asked, of what, and what was done."""
+    """Elements that copies of an example share: the request, its objects, and the actions."""
     task = one.trajectory.task
     return {*shingles(prompt), *(f"env {name} {args}" for name, args in task.envs.items())} | set(
         action_set(one.steps)

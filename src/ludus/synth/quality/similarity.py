@@ -131,7 +131,7 @@ class KeptExamples:
 
 
 def strategy_text(steps: Sequence[EpisodeStep]) -> str:
-    """What an episode did, without what it was asked and told: the same plan for another task looks alike."""
+    """The actions of an episode, without prompt and results: one plan for two tasks looks alike."""
     return "\n".join(
         " ".join([step.said[:500], *(call_text(call)[:500] for call in step.calls)]) for step in steps
     )

@@ -20,10 +20,10 @@ from ludus.core.failures import ConfigError
 from ludus.model import unwrapped
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-"""What peft calls them."""
+"""peft's names of an adapter's files."""
 
 _BASE = "base.json"
-"""What we write beside them: which weights the adapter was trained beside."""
+"""Ludus' own file: the weights that the adapter was trained with."""
 
 _SPLITTING = ("pissa", "olora", "corda", "lora_ga", "loftq")
 """Ways to begin in which an adapter changes the base: the base without it is not the model."""
@@ -35,7 +35,7 @@ def is_adapter(folder: str | Path) -> bool:
 
 
 def base_of(folder: Path) -> str:
-    """What the model is loaded by that an adapter was trained on."""
+    """Name or path of the base model of an adapter."""
     try:
         settings = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         kind, base = settings["peft_type"], settings["base_model_name_or_path"]
@@ -188,7 +188,7 @@ def check_complete(missing: Sequence[str], foreign: Sequence[str], folder: Path)
 
 
 def saved_name(name: str) -> str:
-    """What peft calls a parameter in a file: without the adapter's own name."""
+    """peft's name of a parameter in a file: without the adapter's own name."""
     bare = name.replace(".default.", ".").removesuffix(".default")
     return bare.removesuffix(".weight") if "lora_magnitude_vector" in bare else bare
 
@@ -198,7 +198,7 @@ _PLACES = 256
 
 
 def fingerprint(model: nn.Module) -> str:
-    """The same for the same weights, in whatever format they were loaded; another one after training.
+    """Fingerprint of weights, independent of the format that they were loaded in.
 
     Names are left out: they change with the versions of the library that loads a model.
     """

@@ -44,7 +44,7 @@ class AdapterReference(nn.Module):
         return unwrapped(self.policy).config
 
     def get_decoder(self) -> nn.Module:
-        """What `hidden_states` runs."""
+        """The decoder that `hidden_states` runs."""
         return self.decoder
 
     def get_input_embeddings(self) -> Any:
@@ -112,7 +112,7 @@ class _StandingHead(nn.Module):
 
 
 class ShardedAdapterReference(nn.Module):
-    """The same for a policy that is sharded: every rank holds its part of the adapter that it stands for."""
+    """An adapter reference of a sharded policy: every rank holds its part of the adapter."""
 
     def __init__(self, policy: ShardedModel, weights: Mapping[str, Tensor] | None) -> None:
         """`weights` are whole tensors by name; without them it is no adapter at all."""

@@ -154,7 +154,7 @@ def _convert(file: Path, folder: Path) -> None:
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Keep the library's own progress bars off the terminal: ours is there already."""
+    """Keep the library's own progress bars off the terminal, which shows the run's."""
     from transformers.utils import logging as library
 
     shown = library.is_progress_bar_enabled()

@@ -49,7 +49,7 @@ def device_of(config: ModelConfig) -> torch.device:
 
 
 def check_source(config: ModelConfig) -> None:
-    """Refuse a model that cannot be loaded, as far as that can be told without loading it."""
+    """Refuse a model that cannot be loaded, as far as that shows without loading it."""
     device_of(config)
     if config.lora is not None:
         require_peft()
@@ -191,7 +191,7 @@ def source_of(name: str, revision: str | None = None) -> str:
 
 
 def _lasting(name: str) -> str:
-    """What a model can be found by again from anywhere."""
+    """A name or path by which a model is found from any folder."""
     return str(Path(name).resolve()) if Path(name).exists() else name
 
 

@@ -77,7 +77,7 @@ def load_adapter(model: nn.Module, folder: Path, config: LoraConfig | None) -> n
             adapted: Any = peft.PeftModel.from_pretrained(
                 model, str(folder), config=settings, is_trainable=True
             )
-            loaded = peft.set_peft_model_state_dict(adapted, weights)  # again, to be told what is amiss
+            loaded = peft.set_peft_model_state_dict(adapted, weights)  # again, for the names amiss
     except ConfigError:
         raise
     except Exception as error:  # peft passes on whatever its parts raise

@@ -61,7 +61,7 @@ def load_synced(folder: Path, reference: nn.Module) -> None:
 
 
 def _reference_tensors(reference: nn.Module) -> Mapping[str, Tensor] | None:
-    """What a reference stands for; None for a model without its adapter."""
+    """The tensors of a reference; None for a model without its adapter."""
     if isinstance(reference, AdapterReference):
         return reference.decoder.weights
     if isinstance(reference, ShardedAdapterReference):

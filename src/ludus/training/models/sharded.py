@@ -61,7 +61,7 @@ class ModelSource:
 
     config: ModelConfig
     seed: int
-    """What a new adapter is drawn with."""
+    """Seed of a new adapter."""
     base: str | None = None
     """A folder with the base weights, where they are not those that `config` names."""
 

@@ -79,7 +79,7 @@ class WeightFiles:
 
 
 def kept_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint has of a model: parameters and buffers of its state by name, tied ones once."""
+    """Tensors of a model in a checkpoint: parameters and buffers of its state by name, tied ones once."""
     found: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         found.setdefault(id(tensor), (name, tensor))

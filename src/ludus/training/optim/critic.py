@@ -50,7 +50,7 @@ NAMES = {
     "gradient_norm": "value_gradient_norm",
     "learning_rate": "value_learning_rate",
 }
-"""What a step's metrics are called when the policy's stand beside them."""
+"""Names of a step's metrics beside the policy's."""
 
 
 class ValueModel(nn.Module):
@@ -77,7 +77,7 @@ class ValueModel(nn.Module):
         return made
 
     def get_decoder(self) -> nn.Module:
-        """What `hidden_states` runs."""
+        """The decoder that `hidden_states` runs."""
         assert self.trunk is not None, "a head alone has no decoder"
         return self.trunk
 

@@ -109,7 +109,7 @@ _HOST = 1 << 28
 
 
 def chunk_bytes(device: torch.device) -> int:
-    """What a chunk's logits and their gradient may take: a small share of the device's memory."""
+    """Most bytes of a chunk's logits and their gradient: a small share of the device's memory."""
     if device.type != "cuda":
         return _HOST
     total = torch.cuda.get_device_properties(device).total_memory

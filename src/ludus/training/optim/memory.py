@@ -138,7 +138,7 @@ class MemoryBudget:
 
 
 def measure(model: nn.Module) -> ActivationCosts:
-    """What a forward pass keeps for each token, in a layer on average."""
+    """Measure the bytes that a forward pass keeps for each token, in a layer on average."""
     layers, checkpointed = _layers(model), checkpointed_layers(model)
     kept: dict[int, int] = {}
 
@@ -183,7 +183,7 @@ def _layers(model: nn.Module) -> int:
 
 
 def _gathered_bytes(model: nn.Module) -> int:
-    """What a sharded model's parameters take while they are whole: the root's own, and two layers."""
+    """Bytes of a sharded model's gathered parameters: the root's own, and two layers."""
     if not isinstance(model, ShardedModel):
         return 0
     layers: list[int] = [
@@ -195,7 +195,7 @@ def _gathered_bytes(model: nn.Module) -> int:
 
 
 def _head_bytes(model: nn.Module) -> int:
-    """What the head needs meanwhile: a chunk of logits, what it keeps, its gradient in float32 and rounded."""
+    """Bytes of the head meanwhile: a chunk of logits, what it keeps, its gradient in float32 and rounded."""
     device = next(model.parameters()).device
     config = decoder_of(model).config.get_text_config()
     weights = int(config.vocab_size) * int(config.hidden_size)

@@ -155,7 +155,7 @@ class MasterAdamW(torch.optim.AdamW):
             leaves.append(leaf)
             del gradient
         if self.param_groups[0]["fused"]:
-            # the kernel divides by the scale, and does nothing where it is told of an infinity
+            # the kernel divides by the scale, and does nothing at an infinity
             own: Any = self
             own.grad_scale = (norm / self._limit).clamp(min=1.0).float()
             own.found_inf = (~norm.isfinite()).float()
@@ -180,7 +180,7 @@ def total_norm(tensors: Iterable[Tensor]) -> Tensor:
 
 @cache
 def _kernel_runs(device: torch.device) -> bool:
-    """Whether there is one; the reason is told once if there is none on a GPU."""
+    """Whether there is one; the reason is logged once if there is none on a GPU."""
     if device.type != "cuda":
         return False
     with on_device(device):
@@ -215,7 +215,7 @@ class MasterWeights:
         self._versions = self._current_versions()
 
     def of(self, parameter: nn.Parameter) -> Tensor:
-        """What the optimizer updates: the parameter's master, or the parameter itself."""
+        """The tensor that the optimizer updates: the parameter's master, or the parameter itself."""
         master = self._masters.get(parameter)
         return self._own.get(parameter, parameter) if master is None else master
 

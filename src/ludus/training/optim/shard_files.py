@@ -27,7 +27,7 @@ _DTYPES = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
     torch.bool: "BOOL",
 }  # fmt: skip
-"""What safetensors calls them."""
+"""safetensors' names of the dtypes."""
 _ALIGNMENT = 8
 
 

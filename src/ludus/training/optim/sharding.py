@@ -50,10 +50,10 @@ class RankGroup:
         self.size = 1 if mesh is None else dist.get_world_size()
         self.roots: weakref.WeakSet[ShardedModel] = weakref.WeakSet()
         self.exchanges = 0
-        """How often the ranks have told each other how they are."""
+        """How many status exchanges the ranks have made."""
 
     def rounds(self, batches: Iterable[MicroBatch]) -> Iterator[Round]:
-        """Micro-batches dealt to the ranks, which must all have made the same ones."""
+        """Rounds of micro-batches; all ranks must have made the same ones."""
         if self.size > 1:
             batches = list(batches)
             self._compare(batches)

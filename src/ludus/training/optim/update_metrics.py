@@ -20,7 +20,7 @@ from ludus.training.data.micro_batches import MicroBatch
 from ludus.training.optim.learner import TOKENS
 
 OLD_KL = "kl_old_k3"
-"""What `target_kl` limits."""
+"""The metric that `target_kl` limits."""
 DIFFERENCE = "logprob_difference"
 _SHARES = {"ess": ("sum", "squares"), "ess_sequence": ("sum", "squares", "count")}
 """Metrics of a whole update, and the per-token numbers whose means they are made from."""
@@ -59,7 +59,7 @@ def comparison(logprobs_A: Tensor, batch: MicroBatch) -> dict[str, Tensor]:
 
 
 def difference(difference_A: Tensor, same_A: Tensor) -> dict[str, Tensor]:
-    """What the differences between engine and trainer are made from: those of tokens of the same weights."""
+    """Sums for the differences between engine and trainer, over tokens of the same weights."""
     size_A = difference_A.abs()
     return {
         f"{DIFFERENCE}_mean": torch.where(same_A, size_A, 0.0),
@@ -69,7 +69,7 @@ def difference(difference_A: Tensor, same_A: Tensor) -> dict[str, Tensor]:
 
 
 def _weights(difference_A: Tensor, row_A: Tensor) -> dict[str, Tensor]:
-    """What the effective sample sizes are made from. A row's weight is divided among its tokens."""
+    """Sums for the effective sample sizes. A row's weight is divided among its tokens."""
     weight_A = clamped_log_ratio(difference_A).exp()
     sequence_A = clamped_log_ratio(sum_within(difference_A, row_A)[row_A]).exp()
     share_A = 1 / size_within(row_A, weight_A.dtype)

@@ -117,7 +117,7 @@ class RankLauncher(Protocol):
     """Starts ranks on other machines."""
 
     address: str
-    """What they call this one."""
+    """This rank's address for the others."""
     interface: str | None
     """The network interface by which they reach it; None where gloo has to find out."""
 
@@ -194,7 +194,7 @@ class LeadingRanks(Ranks):
             raise
 
     def _cause(self) -> str:
-        """What the rank that failed said of it."""
+        """The error text of the rank that failed."""
         for rank in range(1, self.size):
             key = f"{ERROR}/{self._steps}/{rank}"
             if self._store.check(key):

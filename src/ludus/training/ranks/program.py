@@ -54,7 +54,7 @@ STEPS = frozenset({
     "load_policy", "open_stage", "prepare_stage", "update", "measure", "restart", "save_stage", "load_stage",
     "save_policy", "write_engine_weights", "score",
 })  # fmt: skip
-"""What rank 0 can ask for."""
+"""Steps that rank 0 can ask for."""
 
 
 class Program:
@@ -65,7 +65,7 @@ class Program:
     def __init__(self, group: RankGroup = ALONE) -> None:
         self.group = group
         self.policy: nn.Module
-        """What is trained; of several ranks each has its part."""
+        """The trained model; of several ranks each has its part."""
         self.sampled: nn.Module | None = None
         """On rank 0, where its own engine samples and several ranks train: the whole copy that it samples."""
         self.source: ModelSource | None = None
@@ -158,7 +158,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class StagePlan(Generic[C]):
-    """What a stage's trainer is made of, besides the policy."""
+    """Settings of a stage's trainer, besides the policy."""
 
     config: C
     total: int
@@ -171,7 +171,7 @@ class StagePlan(Generic[C]):
 
 @dataclass(frozen=True, slots=True)
 class StepSettings:
-    """What a step of a stage is told, besides its rows."""
+    """Settings of a step of a stage, besides its rows."""
 
     number: int
     """Its place in the plan, from 0: the learning rate is a function of it."""
@@ -182,7 +182,7 @@ class StepSettings:
 
 
 class StageTrainer(Generic[C]):
-    """What every rank has of a stage: its optimizer, the models that it reads, and its updates."""
+    """The trainer of a stage on every rank: its optimizer, the models that it reads, and its updates."""
 
     def __init__(self, program: Program, plan: StagePlan[C]) -> None:
         self.program, self.plan, self.config = program, plan, plan.config

@@ -23,7 +23,7 @@ _POLL_SECONDS, _END_SECONDS = 0.5, 10.0
 
 
 class StopWatch:
-    """Ends calls that do not get on after the process was told to stop."""
+    """Ends calls that make no progress after a signal to stop."""
 
     def __init__(self, give_up: Callable[[], None], seconds: float = 30.0) -> None:
         """`give_up` kills the other ranks, after so many seconds without progress."""

@@ -81,7 +81,7 @@ class SignedStore:
         return self.read(name, bytes(self.inner.get(name)))
 
     def check(self, name: str) -> bool:
-        """Whether somebody has written it."""
+        """Whether the key has been written."""
         return self.inner.check([name])
 
     def delete(self, name: str) -> None:

@@ -56,7 +56,7 @@ def pack_step(step: Any) -> bytes:
 
 
 def unpack_step(message: bytes) -> Any:
-    """What `pack_step` has packed."""
+    """The step that `pack_step` has packed."""
     head, body = unpack_frame(message)
     return _Reader(body).value(head["step"])
 
@@ -64,7 +64,7 @@ def unpack_step(message: bytes) -> Any:
 class _Writer:
     def __init__(self) -> None:
         self._seen: dict[int, Any] = {}
-        """What was written already, by identity: objects by their number, bytes by their place in the body."""
+        """Objects written already, by identity: objects by their number, bytes by their place in the body."""
         self._objects = self._length = 0
         self.body: list[bytes] = []
 
@@ -209,7 +209,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _reference(kind: type) -> str:
-    """What a class is found by in another process."""
+    """Reference by which another process finds a class."""
     if kind.__module__.split(".")[0] != ROOM or "<" in kind.__qualname__:
         raise TypeError(f"{kind.__module__}.{kind.__qualname__} is not sent to other trainer ranks")
     return f"{kind.__module__}:{kind.__qualname__}"

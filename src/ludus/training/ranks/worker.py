@@ -30,7 +30,7 @@ def serve_rank(program: type[Program] = Program) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's to hear, which saves first
     is_watched = bool(os.environ.get(WATCHED))
     if not is_watched:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as torchrun sends it to all: likewise
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun also sends it to all
     logging.getLogger("ludus").setLevel(logging.ERROR)  # rank 0 says it all
     warnings.simplefilter("ignore")
     store, rank, size = join_store()

@@ -51,7 +51,7 @@ class RewardModelConfig(Config):
     """How a reward model is trained."""
 
     model: ModelConfig
-    """What it starts from."""
+    """The model that it starts from."""
     steps: int = Field(default=200, ge=1)
     """Optimizer steps."""
     batch: int = Field(default=16, ge=1)

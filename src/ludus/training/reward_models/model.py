@@ -41,7 +41,7 @@ SCORING_TOKENS = 8192
 
 
 class AboutHeads(Config):
-    """What a reward model's heads are."""
+    """The heads of a reward model."""
 
     kind: Literal["preference", "step"]
     """Trained on pairs, or on scored steps."""
@@ -72,7 +72,7 @@ class RewardModel(nn.Module):
         nn.init.zeros_(self.heads.bias)
 
     def get_decoder(self) -> nn.Module:
-        """What `hidden_states` runs."""
+        """The decoder that `hidden_states` runs."""
         decoder: nn.Module = decoder_of(self.model)
         return decoder
 
@@ -157,7 +157,7 @@ def save_reward_model(folder: Path, reward_model: RewardModel) -> None:
 
 
 def load_reward_model(folder: str | Path, device: str = "auto") -> RewardModel:
-    """What `save_reward_model` wrote."""
+    """Load the files of `save_reward_model`."""
     path = Path(folder)
     if not (path / ABOUT).is_file():
         raise ConfigError(

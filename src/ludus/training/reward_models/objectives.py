@@ -1,4 +1,4 @@
-"""What a reward model learns: the loss of its scores, what it is measured by, and what its heads are.
+"""Objectives of reward models: the loss of the scores, the metrics, and the heads.
 
 **Preferences.** Bradley-Terry with one head per dimension: P(chosen over rejected) = sigmoid(s(chosen) -
 s(rejected)), and the loss -log P, for each head that a pair has a verdict on; a tie counts half for each side
@@ -31,7 +31,7 @@ _CENTRED_ON = 512
 
 
 class RewardObjective(Protocol[E_contra]):
-    """What a kind of data asks of a reward model."""
+    """Objective of a reward model for one kind of data."""
 
     def about(self, format: str) -> AboutHeads:
         """The heads that it needs."""

@@ -75,7 +75,7 @@ class _Scorer:
 
 
 class ModelReward:
-    """What a reward model says of a whole episode, from 0 to 1: sigmoid(score - average score).
+    """A reward model's score of a whole episode, from 0 to 1: sigmoid(score - average score).
 
     So 0.5 is an average episode of the data that the model was trained on. `heads` weights the model's heads
     (the head `overall` alone when left out); each is logged as `<name>_<head>`. An episode in which the model

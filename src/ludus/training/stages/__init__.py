@@ -47,5 +47,5 @@ TRAINERS: dict[type[Any], type[StageTrainer[Any]]] = {
 
 
 def trainer_class(config: StageConfig) -> type[StageTrainer[Any]]:
-    """What every rank has of the stage that a config describes."""
+    """The trainer class of the stage that a config describes."""
     return TRAINERS[type(config)]

@@ -39,15 +39,15 @@ C = TypeVar("C", bound=BaseStageConfig)
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step has shown."""
+    """Result of a step."""
 
     metrics: dict[str, float]
     groups: Sequence[Group] = field(default_factory=list)
     """The episodes that were played for it."""
     split: str = "train"
-    """What the episodes were played for: train or eval."""
+    """The split of the episodes: train or eval."""
     notes: Sequence[Json] = ()
-    """What is recorded of each group beside its episodes: its task set, and its ordinal where it has one."""
+    """Notes that are recorded on each group: its task set, and its ordinal where it has one."""
 
 
 class Stage(Generic[C]):
@@ -59,7 +59,7 @@ class Stage(Generic[C]):
         """A place in the run's folder for what outlives checkpoints, such as a reference model."""
         self.config = config
         self.phase = config.title.removeprefix("the ")
-        """What it is called on a progress bar."""
+        """Name of the stage on a progress bar."""
         self.steps = config.total_steps
         self.seed = _seed(context.recipe, int(folder.name))
         """Decides this stage's draws; two stages must not draw alike."""

@@ -83,7 +83,7 @@ class Labelled:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What a loss is made from, for each episode; pairs stand as chosen, rejected, chosen, ..."""
+    """Inputs of a loss, for each episode; pairs stand as chosen, rejected, chosen, ..."""
 
     policy_N: Tensor
     """log p(y): the sum over the action tokens."""
@@ -246,7 +246,7 @@ def _anchor(learner: Learner, reference: nn.Module | None, episodes: Sequence[Tr
 
 
 def _prompt(episode: Trajectory) -> list[Segment]:
-    """What is read before anything is said."""
+    """The segments before the first action."""
     return list(takewhile(lambda s: s.kind is not SegmentKind.ACTION, episode.sequences[0].segments))
 
 

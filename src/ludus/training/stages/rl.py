@@ -61,7 +61,7 @@ class RLStage(Stage[RLConfig]):
         self.open_trainer(total, context.recipe.sampling.temperature)
         self._curriculum = Curriculum(config.curriculum)
         self._rollouts = self._controller() if context.recording is None else None
-        """What plays; None for a run that learns from a recording."""
+        """The controller that plays; None for a run that learns from a recording."""
         self._plays_on = config.staleness > 0 and context.recording is None
         """Whether groups are played while others are trained on."""
         self._updated = time.perf_counter()
@@ -124,7 +124,7 @@ class RLStage(Stage[RLConfig]):
         return result
 
     def _recorded(self, number: int) -> RolloutBatch:
-        """What the run that is replayed learned from in this step."""
+        """The batch that the replayed run trained on in this step."""
         assert self.context.recording is not None
         stages = self.context.recipe.stages[: int(self.folder.name)]
         step = sum(stage.total_steps for stage in stages) + number + 1

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 RULES = "626ad2d8a50fee23"
-"""What the rules and texts of a game file hash to, its task's text apart."""
+"""Hash of the rules and texts of a game file, without its task's text."""
 Fact = tuple[str, ...]
 Formula = str | list["Formula"]
 
@@ -28,17 +28,17 @@ class UnknownRules(ValueError):
 
 @dataclass(frozen=True)
 class GameFile:
-    """What a game file says. Names are lower case, as Fast Downward makes them."""
+    """A parsed game file. Names are lower case, as Fast Downward makes them."""
 
     facts: frozenset[Fact]
-    """What is true at the start: (predicate, argument, ...)."""
+    """Facts at the start: (predicate, argument, ...)."""
     goal: Formula
     objective: str
     """For example "put a clean mug in coffeemachine."."""
     walkthrough: tuple[str, ...]
     """Commands that reach the goal, from a planner that sees everything."""
     names: Mapping[str, str]
-    """What the player calls each thing: "mug 2"."""
+    """The player's name of each thing: "mug 2"."""
 
 
 def read_game(data: Mapping[str, Any]) -> GameFile:
@@ -108,7 +108,7 @@ class Game:
         self.won = self._is_reached()
 
     def intro(self) -> str:
-        """What the player reads first."""
+        """The first text of the player."""
         room = self.look(self._receptacles)
         return f"-= Welcome to TextWorld, ALFRED! =-\n\n{room}\n\nYour task is to: {self.file.objective}"
 
@@ -165,7 +165,7 @@ class Game:
         return moves
 
     def _moves_with(self, held: str, here: Sequence[str]) -> dict[str, Fact]:
-        """What can be done with the object in the player's hands, the only one that can be examined."""
+        """Moves with the object in the player's hands, the only one that can be examined."""
         name, named = self.file.names[held], self.file.names
         kinds = self._types_of("objecttype", held)
         moves: dict[str, Fact] = {f"examine {name}": ("examine", held)}

@@ -181,7 +181,7 @@ def expert(task: Task) -> Generator[ToolCall, str, None]:
 
 
 def explorer(task: Task) -> Generator[ToolCall, str, None]:
-    """The same, but it knows only what it has seen so far, as an agent does, and searches for the rest."""
+    """An expert that knows only what it has seen so far, as an agent does, and searches for the rest."""
     from ludus.worlds.babyai.exploration import Explorer
     from ludus.worlds.babyai.game import MazeGame
 
@@ -207,7 +207,7 @@ DOUBT = 0.5
 
 
 def hesitant_expert(task: Task) -> Generator[ToolCall, str, None]:
-    """The same, but at half of its turns it turns aside or walks on instead: right in the end, and late.
+    """An expert that at half of its turns turns aside or walks on instead: right in the end, and late.
 
     Imitating it teaches the words and what they do; saving turns is left to RL.
     """

@@ -1,6 +1,6 @@
 """A demonstrator for BabyAI that knows no more than an agent does: it remembers what it has seen, and searches.
 
-The planner goes straight to what is behind three doors; whoever imitates that learns to guess. This one plans
+The planner goes straight to what is behind three doors; imitating that teaches guessing. This one plans
 in the same way on the cells that it has seen. Where the goal is not among them, it takes the action that shows
 the most.
 """
@@ -16,7 +16,7 @@ from ludus.worlds.babyai.planner import Planner, State
 _WORTH = 2
 """A view with fewer unseen cells is not worth a turn by itself; the nearest edge of the known is."""
 _LATER = 0.8
-"""What a cell counts that the turn after the next one would show."""
+"""Weight of a cell that the turn after the next one would show."""
 
 
 class Explorer(Planner):

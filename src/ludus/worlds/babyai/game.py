@@ -19,7 +19,7 @@ from ludus.core.failures import ConfigError
 LEFT, RIGHT, FORWARD, PICKUP, DROP, TOGGLE = range(6)
 """minigrid's actions."""
 VECTORS = ((1, 0), (0, 1), (-1, 0), (0, -1))
-"""What one step does to a position, by direction: right, down, left, up."""
+"""Change of position in one step, by direction: right, down, left, up."""
 SOLID = ("wall", "box", "ball", "key")
 _MOST_CHARS = 200
 _UNKNOWN = "The action is not recognized. Please check valid actions."
@@ -34,7 +34,7 @@ def _make() -> Callable[[str], Any]:
     import gymnasium
     import minigrid.envs.babyai.core.roomgrid_level as levels
 
-    # It prints each sample that it rejects; its own name for `print` is replaced, and nobody else's.
+    # It prints each sample that it rejects; only its own name for `print` is replaced.
     levels.print = lambda *args: None
     known = [name for name in gymnasium.registry if name.startswith("BabyAI-")]
 
@@ -73,7 +73,7 @@ class Seen:
 
 @dataclass(slots=True)
 class View:
-    """What the agent sees, and what it can do about it."""
+    """The agent's view, and its available actions."""
 
     objects: list[Seen] = field(default_factory=list)
     walls: set[Cell] = field(default_factory=set)
@@ -131,11 +131,11 @@ class MazeGame:
         return self._with_actions(self.description())
 
     def observation(self) -> str:
-        """What is seen now, with the actions that are available."""
+        """The current view as text, with the available actions."""
         return self._with_actions(self.description())
 
     def description(self) -> str:
-        """What is seen now."""
+        """The current view as text."""
         view, carried = self.view, self.env.carrying
         parts = ["You cannot see any objects within sight."]
         if view.objects or view.walls:

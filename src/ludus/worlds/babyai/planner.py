@@ -15,7 +15,7 @@ from ludus.worlds.babyai.game import DROP, FORWARD, LEFT, PICKUP, RIGHT, TOGGLE,
 
 State = tuple[Cell, int]
 _BLOCKED = 12
-"""What an object in the way costs, in steps: it has to be carried away."""
+"""Cost in steps of an object in the way: it has to be carried away."""
 
 
 class Planner:
@@ -59,7 +59,7 @@ class Planner:
         return True
 
     def _search(self) -> str | None:
-        """What to do when nothing that is wanted is known of."""
+        """Next action to explore, when no wanted object is known."""
         return None
 
     # Parts of missions
@@ -88,7 +88,7 @@ class Planner:
         return self._drop_on(lambda cell: cell in beside)
 
     def _put_away(self) -> str | None:
-        """Drop what is carried where it is in nobody's way: in no door, and not beside one."""
+        """Drop the carried object out of the way: in no door, and not beside one."""
 
         def is_out_of_the_way(cell: Cell) -> bool:
             if cell in self._kept_free:
@@ -229,7 +229,7 @@ class Planner:
         return distance
 
     def _price(self, cell: Cell, opened: Any) -> int | None:
-        """Steps to enter a cell; None where nobody can."""
+        """Steps to enter a cell; None where it cannot be entered."""
         thing = self._thing(cell)
         if cell == self.game.place or thing is None:
             return 1

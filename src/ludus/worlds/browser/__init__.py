@@ -83,7 +83,7 @@ class Browser(Env):
         self.executable, self.screenshots = executable, screenshots
         self.in_view, self.most_characters = in_view, most_characters
         self.answer: str | None = None
-        """What `stop` was given."""
+        """The argument of `stop`."""
         self.objective = ""
         self.url = ""
         """The address of the current tab."""
@@ -211,7 +211,7 @@ class Browser(Env):
             self._host = acquire_host()
 
     def _context_options(self) -> dict[str, Any]:
-        """What would otherwise be the machine's own."""
+        """Settings of a context that would otherwise be the machine's."""
         width, height = self.viewport
         return {"viewport": {"width": width, "height": height}, "locale": "en-US", "timezone_id": "UTC"}
 

@@ -62,7 +62,7 @@ class Numbers:
 
 @dataclass(frozen=True, slots=True)
 class PageTree:
-    """What is shown of a page."""
+    """The shown text of a page, and its elements."""
 
     text: str
     elements: Mapping[int, Element]

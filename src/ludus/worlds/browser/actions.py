@@ -60,7 +60,7 @@ class ActionProblem(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class BrowserAction:
-    """What to do. `text` is the content, the keys, the address, the direction or the answer."""
+    """An action. `text` is the content, the keys, the address, the direction or the answer."""
 
     name: ActionName
     element: int = -1

@@ -1,11 +1,11 @@
 """Chromium processes, shared by all instances of this process: each episode has a context of its own in one of
 them.
 
-One thread runs an event loop with Playwright in it; everybody else hands it coroutines (`BrowserHost.run`),
+One thread runs an event loop with Playwright in it; other threads hand it coroutines (`BrowserHost.run`),
 so that instances work from any loop or thread. A browser serves up to `CONTEXTS` episodes at once, and is
 replaced after `EPISODES` of them. One that dies, or does not answer, is killed: what was played in it is an
 `InfraError` that has the episode played again, and the next episode gets another browser. Chromium hangs on a
-pipe of Playwright's driver, and the driver on one of ours, so both end with this process however it ends.
+pipe of Playwright's driver, and the driver on one from here, so both end with this process however it ends.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ T = TypeVar("T")
 EXECUTABLE = "LUDUS_CHROMIUM"
 """The environment variable with Chromium's path."""
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
-"""What is looked for on the path."""
+"""Programs that are looked for on the path."""
 CHROMIUM = "|".join((*PROGRAMS, EXECUTABLE))
 """Any of these programs, as `World.programs` names alternatives."""
 SANDBOX = "LUDUS_CHROMIUM_SANDBOX"
@@ -124,7 +124,7 @@ class BrowserHost:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     def wait_for(self, work: Coroutine[Any, Any, T]) -> T:
-        """The same for a thread of the caller, which waits."""
+        """Run a coroutine in the host's loop, and wait for it in the caller's thread."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(4 * ANSWER_SECONDS)
 
     # In its own thread ----------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class BrowserHost:
         return chromium, context
 
     def gateway_of(self, policy: NetworkPolicy) -> Gateway:
-        """What the contexts of a policy go through."""
+        """The gateway of a policy's contexts."""
         return self._gateways[policy]
 
     async def close_context(
@@ -230,7 +230,7 @@ class BrowserHost:
                 executable_path=path,
                 args=list(FLAGS),
                 chromium_sandbox=is_sandboxed,
-                handle_sigint=False,  # ours to handle
+                handle_sigint=False,  # this process handles it
                 handle_sigterm=False,
                 handle_sighup=False,
                 timeout=1000 * LAUNCH_SECONDS,

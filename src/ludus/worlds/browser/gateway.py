@@ -26,14 +26,14 @@ _HEAD_BYTES = 64 * 1024
 _CONNECT_SECONDS = 10.0
 _IDLE_SECONDS = 120.0
 GATEWAY_ERRORS = frozenset((502, 503, 504))
-"""What stands before a site, or we, answer where the site itself does not."""
+"""Statuses of a proxy before a site, or of this gateway, where the site itself does not answer."""
 _PORTS = {"http": 80, "https": 443, "ws": 80, "wss": 443}
 _REASONS = {200: "OK", 400: "Bad Request", 403: "Forbidden", 404: "Not Found", 502: "Bad Gateway"}
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkPolicy:
-    """What a task's pages may reach."""
+    """Addresses that a task's pages may reach."""
 
     origins: tuple[str, ...] = ()
     """`http://localhost:7770`; `*` in a host stands for any characters, and `*` alone for every origin. What is

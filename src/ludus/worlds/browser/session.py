@@ -2,7 +2,7 @@
 
 All of this runs in the thread of `BrowserHost`. Pages are not trusted: every call has a deadline, and a page
 that hangs, crashes or floods is answered with a notice. Only a browser that is dead or stuck, or a site of
-the task that is down, is a failure of ours.
+the task that is down, is an infrastructure failure.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _CRASHED = "The page has crashed. Go to another address, or close the tab."
 
 @dataclass(frozen=True, slots=True)
 class BrowserView:
-    """What is seen of a browser at one moment."""
+    """View of a browser at one moment."""
 
     text: str
     url: str
@@ -57,7 +57,7 @@ class BrowserSession:
     def __init__(self, host: BrowserHost, policy: NetworkPolicy) -> None:
         self.host, self.policy = host, policy
         self.notices: list[str] = []
-        """What happened since the last look: dialogs, popups, failed loads."""
+        """Events since the last view: dialogs, popups, failed loads."""
         self._chromium: Chromium | None = None
         self._context: Any = None
         self._tabs: list[Tab] = []
@@ -307,7 +307,7 @@ class BrowserSession:
         return "(not responding)"
 
     async def screenshot(self) -> bytes | None:
-        """What the window shows, as PNG; None where the page does not answer."""
+        """The window as PNG; None where the page does not answer."""
         with contextlib.suppress(Notice, ActionProblem):
             picture: bytes = await self.guarded(self.tab.page.screenshot(timeout=1000 * OBSERVE_SECONDS))
             return picture
@@ -374,7 +374,7 @@ class BrowserSession:
             self._current = self._tabs[-1] if self._tabs else None
 
     def _answer_dialog(self, tab: Tab, dialog: Dialog) -> None:
-        """Leaving a page is allowed; all else is dismissed, and the model is told."""
+        """Allow leaving a page; dismiss all other dialogs, with a notice for the model."""
         self._dialogs += 1
         if self._dialogs > MOST_DIALOGS:
             if self._dialogs == MOST_DIALOGS + 1:

@@ -1,6 +1,6 @@
 """A tab: one page, how its elements are used and how it is read.
 
-Scripts of ours run in an isolated world, where a page cannot have replaced what they use. Nothing here has a
+Scripts of Ludus run in an isolated world, where a page cannot have replaced what they use. Nothing here has a
 deadline: `BrowserSession.guarded` gives each call its own.
 """
 

@@ -86,7 +86,7 @@ def training_tasks() -> list[Task]:
 
 
 def held_out_tasks() -> list[Task]:
-    """The same with other numbers and words."""
+    """The tasks with other numbers and words."""
     return [_task("held-out", number, number) for number in range(HELD_OUT)]
 
 

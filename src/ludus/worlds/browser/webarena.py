@@ -1,4 +1,4 @@
-"""WebArena's task files and evaluators (Zhou et al., "WebArena", 2024), for whoever runs its sites.
+"""WebArena's task files and evaluators (Zhou et al., "WebArena", 2024), for sites that run elsewhere.
 
 A task file is a list of tasks (`test.raw.json`) or a folder of them (`config_files/0.json`, ...). Addresses
 are written as placeholders (`__SHOPPING__`), which `sites` or WebArena's own environment variables

@@ -15,7 +15,7 @@ from ludus.tools.library.calculator import CalculationError, evaluate
 from ludus.worlds.data import files_of, read_rows
 
 _WORDS = {"train": ("train",), "held_out": ("test", "held_out", "eval", "500")}
-"""What the names of files say of their split."""
+"""Words in names of files for each split."""
 _HELD_OUT_SHARE = 10
 """Of a file that is not split, one row in so many is held out."""
 
@@ -59,7 +59,7 @@ def _first(row: dict[str, Any], *names: str) -> Any:
 
 
 def final_answer(text: str) -> str:
-    r"""What a text ends on: the last `\boxed{...}`, what follows the last `####`, or else all of it."""
+    r"""The final answer of a text: the last `\boxed{...}`, what follows the last `####`, or else all of it."""
     start = text.rfind("\\boxed{")
     if start >= 0:
         depth, begin = 0, start + len("\\boxed")
@@ -134,7 +134,7 @@ def _annotated(match: re.Match[str]) -> str:
 
 
 def _readings(text: str) -> list[str]:
-    """What plain arithmetic may mean in Python; 25% is 25/100, or 25 where the result is in percent."""
+    """Readings of plain arithmetic as Python; 25% is 25/100, or 25 where the result is in percent."""
     plain = re.sub(r"(?<![\d.])0+(?=\d)", "", "".join(text.translate(_ARITHMETIC).split()))
     found = []
     for reading in dict.fromkeys((re.sub(r"([\d.]+)%", r"\1/100", plain), plain.replace("%", ""))):

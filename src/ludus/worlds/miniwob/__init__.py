@@ -72,7 +72,7 @@ class MiniWob(Browser):
         """As the browser's."""
         super().__init__(executable, screenshots)
         self.reward = 0.0
-        """What the page paid, from -1 to 1, without its discount for time."""
+        """The page's reward, from -1 to 1, without its discount for time."""
 
     async def reset(  # type: ignore[override]
         self, task: Task, page: str, seed: int, mode: str = "train", screenshot: bool | None = None

@@ -2,8 +2,8 @@
 
 The package's own `step` also asks for the room, the inventory, the task and all valid actions each time, which
 costs eight times the step itself; this asks for what came out of the action, the score and whether the task is
-over. The process ends with ours: it reads a pipe that only we hold open, and exits at its end. A call that does
-not return in time, or whose process dies, is an `InfraError`; the process is then killed.
+over. The process ends with this one: it exits at the end of a pipe that only this one holds open. A call that
+does not return in time, or whose process dies, is an `InfraError`; the process is then killed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CALL_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class ActionOutcome:
-    """What an action led to. The score is the package's, from -100 to 100."""
+    """Result of an action. The score is the package's, from -100 to 100."""
 
     text: str
     score: int
@@ -178,7 +178,7 @@ class _JavaProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             cwd=self._folder.path,
-            start_new_session=True,  # Ctrl-C is ours alone
+            start_new_session=True,  # Ctrl-C is for this process alone
         )
         self._greeting: list[str] = []
         """The port and the token, which it prints when it is up."""

@@ -60,7 +60,7 @@ HELD_OUT_PER_TASK = 10
 """Test variations of a task that evaluation takes, so that no task outweighs the others."""
 
 FIRST_ACTION = "look around"
-"""What an episode begins with; it takes a moment of the world's time."""
+"""First action of an episode; it takes a moment of the world's time."""
 PROMPT = (
     "You are in a text world with a house and a laboratory. Do the task below, one action at a time."
 )

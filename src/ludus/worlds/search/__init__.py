@@ -271,7 +271,7 @@ _DOC = re.compile(r"^Doc \d+\(Title: ([^)\n]*)\) (.*)$", re.MULTILINE)
 def expert(task: Task) -> Generator[ToolCall | str, str, None]:
     """Searches for one entity after the other, reads each fact in its article, and answers with the last.
 
-    It is told which relations to follow (the task's metadata), and nothing of what it will find.
+    It knows which relations to follow (the task's metadata), and nothing of what it will find.
     """
     found: list[str] = []
     for subject in task.metadata["subjects"]:

@@ -20,7 +20,7 @@ from ludus.core.random import key, shuffled, uniform
 
 _SEED = 20261116
 Facts = dict[str, str]
-"""What holds of one entity, by relation."""
+"""Facts of one entity, by relation."""
 
 
 @dataclass(frozen=True, slots=True)

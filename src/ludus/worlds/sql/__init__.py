@@ -229,7 +229,7 @@ def hard_training_tasks() -> list[Task]:
 
 
 def hard_held_out_tasks() -> list[Task]:
-    """The same about the three others, in other words. Answers are compared on hidden rows too."""
+    """Hard tasks on the three other databases, in other words. Answers are compared on hidden rows too."""
     pairs = [(name, one) for name in _MEASURED for one in hard_questions(name, "held_out")]
     return _own("hard-held-out", pairs, CHECKED_ON)
 

@@ -27,7 +27,7 @@ VARIABLE = "LUDUS_SQL_DATA"
 SANDBOX = SandboxConfig(
     preload=("datetime", "decimal", "difflib", "hashlib", "json", "shutil", "sqlite3", "urllib.parse")
 )
-"""What runs queries. The modules are those of the SQL runner: imported once, a query takes half the time."""
+"""Runs queries. The modules are those of the SQL runner: imported once, a query takes half the time."""
 _DBBENCH = "dbbench"
 _ENDINGS = (".sqlite", ".db", ".sql", ".duckdb")
 _WRITES = ("INSERT", "UPDATE", "DELETE")
@@ -51,7 +51,7 @@ def find_database(name: str) -> Database:
 
 
 def readable_of(database: Database) -> tuple[str, ...]:
-    """What a sandbox must see of it: the folder with all of them, so that they share one sandbox."""
+    """Paths that a sandbox must see: the folder with all databases, so that they share one sandbox."""
     if database.script is not None:
         return ()
     try:
@@ -110,13 +110,13 @@ def _located(name: str) -> Path:
 
 _VARIANTS = ("realistic", "dk", "syn")
 _HELD_OUT = (*_VARIANTS, "test", "dev")
-"""What the files and folders of Spider's held-out sets are called; a file of SYN may be called dev too."""
+"""Names of files and folders of Spider's held-out sets; a file of SYN may be called dev too."""
 
 
 def spider_rows(split: str) -> dict[str, list[dict[str, Any]]]:
     """The questions of a split by the name of their set: spider-dev, spider-realistic, spider-train, ...
 
-    The sets are told by the names of files and folders: `train_spider.json`, `dev.json`, `Spider-DK.json`.
+    Names of files and folders tell the sets apart: `train_spider.json`, `dev.json`, `Spider-DK.json`.
     """
     root, is_train = folder(), split == "train"
     rows: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)

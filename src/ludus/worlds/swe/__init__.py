@@ -133,7 +133,7 @@ class SWE(Env):
         return ToolResult("Submitted.", terminated=True)
 
     async def score(self) -> dict[str, float]:
-        """What hidden tests say of the submitted files: `reward` and the shares of both kinds that pass."""
+        """Result of hidden tests on the submitted files: `reward` and the shares of both kinds that pass."""
         problem, submission = self._now(), self._submission
         if submission is None:
             return dict(_NOTHING)
@@ -232,7 +232,7 @@ def _shares(problem: RepositoryTask, passed: Mapping[str, bool]) -> dict[str, fl
     return {"reward": float(all(share == 1.0 for share in shares.values())), **shares}
 
 
-# no timeout: the sandbox has deadlines, and waiting for a place in it is nobody's fault
+# no timeout: the sandbox has deadlines, and waiting for a place in it is not the model's fault
 @reward(name="success", timeout=None)
 async def success(env: SWE) -> dict[str, float]:
     """1 if the agent submitted and all hidden tests pass; the shares that pass are logged beside it."""

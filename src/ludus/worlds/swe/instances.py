@@ -99,7 +99,7 @@ def _task(row: Any, file: Path, number: int) -> Task:
 
 
 def load_instance(instance: Mapping[str, Any]) -> RepositoryTask:
-    """What the environment needs of a row."""
+    """The environment's data of a row."""
     patch = str(instance["test_patch"])
     command = str(instance.get("test_command") or TEST_COMMAND)
     tests = PytestTests(patch, command, str(instance.get("setup_command") or ""))
@@ -143,7 +143,7 @@ class PytestTests:
 
     @property
     def files(self) -> list[str]:
-        """What the patch writes."""
+        """Files that the patch writes."""
         return [name for name in dict.fromkeys(_HEADER.findall(self.patch)) if name != "/dev/null"]
 
     def protects(self, path: str, is_new: bool) -> bool:
@@ -185,7 +185,7 @@ async def base_commit(session: Session) -> str:
 
 
 async def read_patch(session: Session, base: str) -> str:
-    """What the agent changed in the repository of an image; `BadTree` where that cannot be had."""
+    """The agent's changes in the repository of an image; `BadTree` where they cannot be read."""
     made = await session.run(["bash", "-c", _DIFF, "bash", base])
     try:
         data = await session.read("/tmp/.ludus-patch", max_bytes=MOST_TREE + 1)

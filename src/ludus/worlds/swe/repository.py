@@ -8,7 +8,7 @@ A repository is one text file of sections, each of which starts with a line `@@ 
     @@ bug NAME         then `kind:`, `file:` and `fails:` (names of tests, divided by `;`)
     @@ correct          text of that file that occurs once, and in
     @@ broken           what stands there instead; there may be several such pairs
-    @@ issue            what is told to the agent
+    @@ issue            the agent's task
 
 The tests that a bug breaks are hidden (fail-to-pass); the others lie in the repository and are run again when
 the work is scored (pass-to-pass).

@@ -47,7 +47,7 @@ class HiddenTests(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RepositoryTask:
-    """What the agent starts with, and the tests it does not see."""
+    """The agent's start, and the tests that it does not see."""
 
     files: Tree
     tests: HiddenTests
@@ -81,7 +81,7 @@ async def read_tree(session: Session) -> dict[str, bytes]:
 
 
 def unpacked(archive: bytes) -> dict[str, bytes]:
-    """Regular files of an archive that somebody else made, without links, devices and paths that lead out."""
+    """Regular files of an untrusted archive, without links, devices and paths that lead out."""
     found: dict[str, bytes] = {}
     try:
         with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as tar:
@@ -99,7 +99,7 @@ def unpacked(archive: bytes) -> dict[str, bytes]:
 
 
 def _is_text(name: str) -> bool:
-    """Whether a name can be written again: UTF-8, as all of ours are."""
+    """Whether a name can be written again: it is UTF-8."""
     return name.isprintable() and not any("\ud800" <= char <= "\udfff" for char in name)
 
 

@@ -14,7 +14,7 @@ _MOST_CHARS = 1_000
 _MOST_DIGITS = 6
 _OTHER = re.compile(r"[^a-z0-9, ]+")
 _GET = 0.2
-"""What finding an ingredient costs the planner, in crafts: it is done once for many."""
+"""The planner's cost of finding an ingredient, in crafts: it is done once for many."""
 _COUNTED = re.compile(r"([0-9]+) (.+)")
 
 
@@ -24,7 +24,7 @@ class _Failed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What an action led to."""
+    """Result of an action."""
 
     text: str
     won: bool = False

@@ -80,7 +80,7 @@ def _task(name: str, item: str, variant: int) -> Task:
 
 @cache
 def commands_for(book: Book, item: str, variant: int) -> tuple[CraftingRecipe, ...]:
-    """What is needed to craft the item, and distractors that share ingredients with it."""
+    """Recipes needed to craft the item, and distractors that share ingredients with it."""
     draw = key("textcraft", item, variant)
     needed = _needed(book, item, draw)
     names = sorted({name for recipe in needed for name, _ in recipe.ingredients})

@@ -76,7 +76,7 @@ class WebShop(Env):
         return Step(shop.shown(self.mode), self._paid(), terminated=shop.bought is not None)
 
     def available_actions(self) -> list[str]:
-        """What can be clicked; of all searches, the one for the instruction's own words."""
+        """The clickable elements; of all searches, the one for the instruction's own words."""
         shop = self._open()
         if shop.bought is not None:
             return []
@@ -88,7 +88,7 @@ class WebShop(Env):
 
     @property
     def score(self) -> float:
-        """What was paid, from 0 to 1."""
+        """The reward, from 0 to 1."""
         return self._paid()
 
     def _paid(self) -> float:
@@ -102,7 +102,7 @@ class WebShop(Env):
 
 
 class WebShopBrowser(WebShop):
-    """The same shop behind AgentFly's tool."""
+    """The shop behind AgentFly's tool."""
 
     step = Env.step
 

@@ -58,7 +58,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What a customer wants."""
+    """The wish of a customer."""
 
     asin: str
     """A product that fulfils it."""

@@ -29,7 +29,7 @@ _COLORS = (
     "pink plum purple rainbow red rose royal rust sand sapphire seashell silver skull slate steel stone "
     "stonewash sunflower tan taupe teal tiger turquoise violet walnut wheat white wine yellow"
 )
-"""What counts as one color: the first of these that occurs in an option stands for it."""
+"""Groups of words that count as one color: the first of these that occurs in an option stands for it."""
 _NO_NOUNS = (
     "a about above after all also an and any are as at be been before below between both but by can do does "
     "each for from had has have how if in into is it its just many more most much no non nor not of off on "

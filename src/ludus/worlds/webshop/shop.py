@@ -100,7 +100,7 @@ class Shop:
         self.page, self.number, self.product, self.options = "results", number, None, {}
 
     def clickable(self) -> list[str]:
-        """What can be clicked, in lower case, in the order of the page."""
+        """The clickable elements, in lower case, in the order of the page."""
         texts = [one.text for one in self.texts() if one.kind != "plain"]
         return list(dict.fromkeys(text.lower() for text in texts if text != "Search"))
 
@@ -153,7 +153,7 @@ class Shop:
             yield Text(str(review.get("body", "")))
 
     def _done(self) -> Iterator[Text]:
-        """What the original's page says, its empty fields included."""
+        """The text of the original's last page, its empty fields included."""
         assert self.product is not None and self.bought is not None
         plain = ["Thank you for shopping with us!", "Your code: ", "None"]
         plain += [" (Paste it in your MTurk interface.)", "Purchased", "asin", self.product.asin]
