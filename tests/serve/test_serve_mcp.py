@@ -180,3 +180,25 @@ async def test_bodies_that_are_wrong(code: str) -> None:
                 assert status == 400 and "Parse error" in said, said
             status, said = await post(call("2"), **session)
             assert status == 200 and '"3"' in said
+
+
+async def test_the_door_is_as_strict_as_the_others(code: str) -> None:
+    key = {"Authorization": f"Bearer {TOKEN}"}
+    accepts = {"Accept": "application/json, text/event-stream", "Content-Type": "application/json"}
+    hello = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": HELLO}
+    with serving(f"{code}:add") as address:
+        async with aiohttp.ClientSession(headers=accepts) as http:
+            for wrong in ({}, {"Authorization": TOKEN}, {"Authorization": "Bearer x"}):
+                async with http.post(address, json=hello, headers=wrong) as answer:
+                    assert answer.status == 401 and "token" in (await answer.json())["error"]["message"]
+            async with http.post(address, data=b" " * 5_000_000, headers=key) as answer:
+                assert answer.status == 413 and "bytes at most" in await answer.text()
+            async with http.post(
+                address, data=b"a=b", headers=key | {"Content-Type": "text/plain"}
+            ) as no:
+                assert no.status == 415
+            packed = key | {"Content-Encoding": "gzip"}
+            async with http.post(address, data=b"x", headers=packed) as answer:
+                assert answer.status == 415
+            async with http.get(address.replace("/mcp", "/other"), headers=key) as answer:
+                assert answer.status == 404 and (await answer.json())["error"]

@@ -192,17 +192,17 @@ class HttpClient:
         policy: RetryPolicy,
         read: Callable[[Json], T],
         *,
-        repeatable: bool | None = None,
+        repeatable: bool = False,
         headers: Mapping[str, str] | None = None,
         timeout: Timeout = asyncio.timeout,
     ) -> T:
         """What `read` makes of the answer, with retries while that may help and there is time.
 
-        What the server may have acted on is sent again only if it is `repeatable`; the method says so unless
-        the caller does. `read` raises `BadResponse` for an answer that is no use. Raises `RequestFailed`.
-        `timeout` makes the deadline over all attempts.
+        What the server may have acted on is sent again only if that does no harm: by its method (a GET), or
+        because the caller says that it is `repeatable`. `read` raises `BadResponse` for an answer that is no
+        use. Raises `RequestFailed`. `timeout` makes the deadline over all attempts.
         """
-        may_repeat = method in _SAFE_METHODS if repeatable is None else repeatable
+        may_repeat = repeatable or method in _SAFE_METHODS
         problem, attempts, unusable = "no answer", 0, 0
         try:
             async with timeout(policy.seconds) as deadline:
