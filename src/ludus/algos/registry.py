@@ -246,7 +246,7 @@ def called(who: str, function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _places(error: Exception) -> str:
-    """Where it happened, as `file.py:12 in name`, from the call to the cause."""
+    """Frames of an error as `file.py:12 in name`, from the call to the cause."""
     frames = [
         f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
         for frame in traceback.extract_tb(error.__traceback__)

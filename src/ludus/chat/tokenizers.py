@@ -137,7 +137,7 @@ class HFTokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """Of byte-level tokens the number of bytes, of which a text has at least as many as characters."""
+        """Length in bytes of the longest byte-level token: an upper bound on its characters."""
         return max(len(text) for text in self.inner.get_vocab() if text not in self._controls)
 
     @property

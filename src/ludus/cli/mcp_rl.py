@@ -74,7 +74,7 @@ class McpRlSettings:
     writer: str
     """An address, a table in TOML, a model to load, or `policy`: the model itself."""
     judge: str
-    """As the writer."""
+    """In the form of the writer."""
     scenarios: int = 32
     held_out: int = 8
     about: str = ""

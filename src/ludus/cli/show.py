@@ -141,7 +141,7 @@ def _files(source: Path, wanted: EpisodeFilter) -> list[TrajectoryFile]:
 
 
 def missing_run(source: Path) -> str:
-    """That there is no such run, and which there are beside it or in runs/; those of like names come first."""
+    """Error text for a missing run, with the runs beside it or in runs/; those of like names come first."""
     beside = source.parent if source.parent != Path() else Path("runs")
     runs = [str(run.path) for run in find_runs(beside) or find_runs()]
     near = get_close_matches(str(source), runs, n=3, cutoff=0.8)

@@ -39,7 +39,7 @@ class AuditRecord:
     failure: str | None = None
     """The infrastructure failure, if one prevented a result."""
     chars: int = 0
-    """Of the result, before the episode's budget cuts it."""
+    """Length of the result, before the episode's budget cuts it."""
     media: int = 0
 
 

@@ -89,7 +89,7 @@ def failed_episodes_warning(failures: Sequence[Failure], played: int, which: str
 
 
 def not_there(path: str | Path, what: str = "file", *, beside_recipe: bool = True) -> str:
-    """That there is no such file, in full, and what a relative path was relative to."""
+    """Error text for a missing file: its full path, and the folder that a relative path started from."""
     if Path(path).is_absolute():
         return f"there is no {what} {path}"
     first = "; a path in a recipe is looked for beside the recipe first" if beside_recipe else ""

@@ -106,7 +106,7 @@ class TimeSpan:
     start: float
     seconds: float
     name: str = ""
-    """Of a tool; of a failure, the boundary and what happened."""
+    """Name of the tool; for a failure, its boundary and text."""
     turn: int | None = None
 
 
@@ -186,7 +186,7 @@ class Branch:
 
     attempt: int
     segments: int
-    """Of the first sequence; the next one is an action."""
+    """Number of shared segments of the first sequence; the next one is an action."""
     state: Literal["fork", "replay", "fresh"] = "fork"
     """How the tools and environments came to be where the other's had been: from a snapshot, by the same calls
     again, or not at all, so that the attempt began anew and shares nothing (`segments` is 0)."""

@@ -140,7 +140,7 @@ class FakeEngine(Engine):
     ) -> bool:
         """Let the request's time pass, and any pause; whether it was aborted meanwhile.
 
-        With `on_tokens` a token is told after its share of the time, and added to `told`.
+        With `on_tokens` a token is reported after its share of the time, and added to `told`.
         """
         seconds = self._seconds(len(produced))
         early = produced[:-1] if on_tokens is not None else []

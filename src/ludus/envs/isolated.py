@@ -2,7 +2,7 @@
 
 A crash, a hang or a leak of the environment takes its process along and nothing else: the stand-in raises an
 `InfraError` at the boundary ENV, the pool replaces the instance, and the episode is played again. The process,
-with everything it started, is killed when the instance is closed, and ends with ours however that ends.
+with everything it started, is killed when the instance is closed, and ends with its parent in any case.
 
 Calls travel by pickle, one at a time: the stand-in waits for each answer in the thread that called (the pool
 gives each instance a thread of its own). Tools run over there, with their own checks and time limits; only

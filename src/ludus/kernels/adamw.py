@@ -23,9 +23,9 @@ class AdamwTensors:
     steps: Sequence[Tensor]
     """How many steps each has made, the one that is being made included."""
     gradients: Sequence[Tensor]
-    """Of one dtype."""
+    """Gradients, all of one dtype."""
     weights: Sequence[Tensor]
-    """Of one dtype. A float32 weight may be its own master."""
+    """Weights, all of one dtype. A float32 weight may be its own master."""
     decays: Tensor
     """The weight decay of each."""
 
@@ -40,7 +40,7 @@ class AdamwRule:
     scale: Tensor
     """Divisor of the gradients, on the device."""
     sound: Tensor
-    """Nothing happens where this is 0; int32, on the device."""
+    """int32, on the device; at 0 the step changes nothing."""
 
 
 def adamw_step(tensors: AdamwTensors, rule: AdamwRule) -> None:

@@ -14,7 +14,7 @@ from ludus.kernels.device import trial_failure, unavailable
 log = logging.getLogger(__name__)
 
 Columns = Sequence[tuple[int, int]]
-"""Of each adapter the first column that it adds to, and how many."""
+"""(first column, number of columns) of each adapter's output."""
 
 
 def low_rank_add(

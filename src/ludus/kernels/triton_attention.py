@@ -172,7 +172,7 @@ def decode(
 # each program looks up whose tile it has.
 
 _TILE_BYTES = 1 << 14
-"""Of a tile of queries, keys or values at most: three of them fit into the smaller GPUs' shared memory."""
+"""Most bytes of a tile of queries, keys or values: three fit into the smaller GPUs' shared memory."""
 
 
 @triton.jit

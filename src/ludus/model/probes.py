@@ -5,7 +5,7 @@ amplify rounding: in bfloat16, stock eager and stock SDPA attention can differ b
 fixed tolerance tells a wrong result from rounding. So the structure is compared in float32, and what runs in
 half precision must come as close to the float32 result as the stock module in the same format does.
 `use_ludus_attention` probes attention over packed sequences, `probe_head` the logits, `check_images` whether
-images can be run: ours puts features in the place of placeholders and counts positions one by one, with causal
+images can be run: Ludus puts features in the place of placeholders and counts positions one by one, with causal
 attention. Models that give an image's tokens positions in two dimensions (M-RoPE), let them look at each other
 in both directions, or feed images into deeper layers come out differently, and are refused.
 """

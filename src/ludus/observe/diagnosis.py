@@ -159,7 +159,7 @@ def failure_mode(episode: Trajectory, *, needs_tools: bool = False) -> FailureMo
 
 
 def _examples(episodes: Sequence[Trajectory]) -> tuple[FailureExample, ...]:
-    """Of different tasks, where there are enough."""
+    """Examples of a mode, from different tasks where there are enough."""
     first_of = {one.task.id: one for one in reversed(episodes)}
     unique = {id(one): one for one in (*reversed(first_of.values()), *episodes)}
     chosen = list(unique.values())[:_EXAMPLES]

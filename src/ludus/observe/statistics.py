@@ -105,7 +105,7 @@ def mean_interval(
 
 
 def _t_interval(means: Floats, weights: Floats, level: float, tasks: int) -> tuple[float, float]:
-    """Around the weighted mean; with as many degrees of freedom as `tasks` have."""
+    """Student's t interval around the weighted mean, with the degrees of freedom of `tasks`."""
     mean = float((weights * means).sum() / weights.sum())
     spread = float(((weights * (means - mean)) ** 2).sum()) / (len(means) - 1)
     reach = t_quantile((1 + level) / 2, tasks - 1) * math.sqrt(spread / len(means))

@@ -198,7 +198,7 @@ class Supervisor(Generic[W]):
 
     @property
     def members(self) -> list[Member[W]]:
-        """Those that serve."""
+        """Members that are serving."""
         return [one.member for one in self._places if one.member is not None and one.member.is_up]
 
     async def start(self) -> None:

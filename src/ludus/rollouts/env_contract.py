@@ -74,7 +74,7 @@ class EnvContract:
     """With none, the environment pays."""
     max_turns: int = 20
     episodes: int = 20
-    """Of the search for leaks."""
+    """Episodes of the search for leaks."""
     instances: int = 4
     """At once."""
     sample: int = 3
@@ -87,7 +87,7 @@ class EnvContract:
     """What the agent has where there is no environment."""
     pool: EnvPool | None = field(init=False, default=None)
     _stuck: str = field(init=False, default="")
-    """That the expert does not come back, once that is known: no further clause waits for it."""
+    """The error of an expert that does not return, once known: no further clause waits for it."""
 
     def __post_init__(self) -> None:
         if self.factory is not None:

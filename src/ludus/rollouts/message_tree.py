@@ -75,7 +75,7 @@ class _Spot:
     conversation: list[Message]
     """The known messages, replies as they were sampled."""
     digest: blake2b
-    """Of all that the model reads."""
+    """Digest of all tokens of the context."""
     kind: str | None = None
     """Kind of the sequence for counters: a restart, a branch, or neither so far."""
 
@@ -92,7 +92,7 @@ class _KnownTurn:
     position: Position
     conversation: list[Message]
     digest: blake2b
-    """Of all tokens up to its end: what follows is added to a copy."""
+    """Digest of all tokens up to its end; children extend a copy of it."""
 
 
 def _digest(

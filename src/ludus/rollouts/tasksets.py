@@ -20,7 +20,7 @@ DATASET = "dataset:"
 FILES = (".jsonl", ".json", ".parquet")
 """The files that hold rows: JSON lines, a JSON list, Parquet."""
 MOST_CHARACTERS = 4_000_000
-"""Of a row's texts; a million tokens are about as many."""
+"""Most characters of a row's texts, about a million tokens."""
 _TEXTS = frozenset({"prompt", "messages", "completion", "chosen", "rejected"})
 """Fields of a row that a model reads."""
 _CHECKED = frozenset({"messages", "envs", "system", "metadata"})
@@ -114,7 +114,7 @@ def _refuse_long(where: str, row: Any) -> None:
 
 
 def _characters(value: Any) -> int:
-    """Of all text in there; images in it are none."""
+    """Number of characters of all text in a value; images count as none."""
     if isinstance(value, str):
         return 0 if value.startswith("data:") else len(value)
     if isinstance(value, Mapping):

@@ -279,7 +279,7 @@ async def search_turns(config: TreeConfig, first: int, draw: int, play: Play) ->
 
 
 def _different(held: Sequence[Leaf]) -> list[Leaf]:
-    """Of candidates that took the same action at the same prefix, the first."""
+    """The held leaves without duplicates: of equal actions at one prefix, the first."""
     found: dict[tuple[int, tuple[int, ...]], Leaf] = {}
     for one in held:
         parent = -1 if one.record.origin is None else one.record.origin.trajectory.attempt

@@ -91,7 +91,7 @@ class HttpApi(ABC):
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Around what `finish` waits for."""
+        """Enter this for work that `finish` must wait for."""
         self._running += 1
         self._idle.clear()
         try:

@@ -231,7 +231,7 @@ class RemoteTools:
             )
 
     async def close(self, context: ToolContext) -> None:
-        """Tell the server; one that cannot be told closes the session by itself, when it is idle."""
+        """Tell the server; one that cannot be reached closes the session itself, when it is idle."""
         episode = self._episodes.pop(context.episode, None)
         if episode is not None and episode.session is not None:
             await self._delete(episode.session.url)

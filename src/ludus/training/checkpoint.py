@@ -66,7 +66,7 @@ def save_tokenizer(folder: Path, model: nn.Module, tokenizer: HFTokenizer) -> No
 
 @contextmanager
 def unsaved_at(folder: Path) -> Iterator[None]:
-    """Around the writing of weights: an error of the library's says where."""
+    """Context of writing weights: adds the folder to an error of the library."""
     try:
         yield
     except SafetensorError as error:

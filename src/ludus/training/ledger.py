@@ -55,7 +55,7 @@ class GroupState(StrEnum):
     IN_FLIGHT = "in_flight"
     FINISHED = "finished"
     GIVEN_UP = "given_up"
-    """It failed too often. It counts as finished, and has nothing to learn from."""
+    """The group failed too often. It counts as finished, and has no data to train on."""
 
 
 _TAKEABLE = (GroupState.FINISHED, GroupState.GIVEN_UP)
@@ -95,7 +95,7 @@ class Ledger:
     _untaken: OrderedDict[int, None] = field(init=False, repr=False)
     """The groups that are in no batch, the oldest first."""
     _idle: set[int] = field(init=False, repr=False)
-    """Those that are not played now."""
+    """Ordinals of groups that are scheduled but not being played."""
 
     def __post_init__(self) -> None:
         if self.batch < 1 or self.staleness < 0 or self.window < 1 or self.max_tries < 1:

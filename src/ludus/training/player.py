@@ -36,7 +36,7 @@ class GroupPlan:
 
     ordinal: int
     slot: int
-    """Its place among all groups that were scheduled, where a refill has that of the group that it replaces."""
+    """Its place among all scheduled groups; a refill has that of the group that it replaces."""
     set: int
     """The number of its task set."""
     task: Task

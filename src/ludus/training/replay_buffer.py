@@ -41,7 +41,7 @@ class StoredGroup:
     group: Group
     set: int
     version: int
-    """Of the oldest policy that played it."""
+    """Version of the oldest policy that played it."""
     code: Mapping[str, str]
     """The versions of the tools that it called, and of its environments, by name."""
     stored: float

@@ -289,7 +289,7 @@ class HeldOutScore:
 
     @property
     def rank(self) -> tuple[float, float, int]:
-        """Of two evaluations, the better has the larger one; of equal ones the first has it."""
+        """Sort key of evaluations: larger is better; of equal ones the first wins."""
         return self.value, self.reward, -self.step
 
 

@@ -3,7 +3,7 @@
 shape     penalties for length and for broken episodes, added to the reward
 resample  GRPO-RoC: keep a share of each group
 signal    whether a group teaches anything (DAPO's dynamic sampling replaces those that do not): a difference
-          in the part "success" of the reward, or where none is told in the reward itself; what shaping adds
+          in the part "success" of the reward, or without that part in the reward itself; what shaping adds
           is none
 """
 

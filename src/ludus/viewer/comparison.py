@@ -126,7 +126,7 @@ def _test_json(test: PairedTest, means: Sequence[float]) -> Json:
 
 
 def evaluated_steps(index: EpisodeIndex, run: str) -> list[Json]:
-    """At which steps a run has episodes, by split: what can be compared."""
+    """Steps at which a run has episodes, by split, for comparison."""
     return index.rows(
         "SELECT split, step, count(*) AS episodes, count(DISTINCT task) AS tasks FROM episodes WHERE run = ? "
         "GROUP BY ALL ORDER BY split, step LIMIT 5000",

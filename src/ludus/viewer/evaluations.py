@@ -27,7 +27,7 @@ class EvaluationFolder(RunFolder):
 
     @property
     def name(self) -> str:
-        """Of the folder, the model, the budget and the task set; no path, so that an address can hold it."""
+        """Name from folder, model, budget and task set; no path, so that an address can hold it."""
         return ":".join((self._results.name, *self.path.relative_to(self._results).parts))
 
     @property

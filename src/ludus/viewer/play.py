@@ -51,7 +51,7 @@ class Move:
     content: str = ""
     calls: tuple[ToolCall, ...] = ()
     turns: int = 1
-    """Of the model: how many turns it plays."""
+    """Turns that the model plays, if it acts."""
 
     @classmethod
     def parse(cls, raw: Any) -> Move:

@@ -105,7 +105,7 @@ def _refusal(check: Callable[..., None], *arguments: object) -> Findings:
 
 
 async def _set_findings(plan: TaskSetSpec, call_tools: bool | None, seconds: float) -> Findings:
-    """Its tasks, its environments, an episode, and what its rewards make of right and wrong answers."""
+    """Findings of a task set: tasks, environments, an episode, and the rewards of right and wrong answers."""
     recipe, parts = plan.recipe, plan.parts
     findings: Findings = [("info", f"{len(parts.tasks)} tasks, {len(parts.held_out)} held out")]
     both = _in_both(parts.tasks, parts.held_out)

@@ -307,7 +307,7 @@ class _KernelContext(StackedAttentionContext):
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams
     ) -> Tensor:
-        """As a Hugging Face module calls it, with rotated states [1, H, T, D]."""
+        """Attention of a layer for Hugging Face modules, with rotated states [1, H, T, D]."""
         keys, values = self._kv_cache.blocks(layer)
         store_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), keys, values, self._slots_T)
         return self._read(query[0].transpose(0, 1), keys, values, params)[None]
@@ -322,7 +322,7 @@ class _KernelContext(StackedAttentionContext):
         kv_heads: int,
         params: AttentionParams,
     ) -> Tensor:
-        """As the fused forward calls it, with stacked q, k, v that are not rotated yet; [T, Hq D]."""
+        """Attention of a layer for the fused forward: [T, Hq D] from stacked q, k, v before rotation."""
         keys, values = self._kv_cache.blocks(layer)
         query_THD = rotate_and_store(
             qkv_TC, cos_TD, sin_TD, heads, kv_heads, keys, values, self._slots_T

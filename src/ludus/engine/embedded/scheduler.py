@@ -9,7 +9,7 @@ Who is next: first come, first served, except that a *long* prompt, one that a w
 others pass. It gets half of the step (`long_share`), the other half is offered to the requests behind it whose
 prompts are not long, in their order, and what they leave goes to the long prompt as well. None starves: the
 long prompt has the first half of every step until it is finished, blocks that it will need are kept for it, and
-then the head of the queue is admitted before all others. A request that goes on with the same tokens as the
+then the head of the queue is admitted before all others. A request that continues the same tokens as the
 long prompt does not pass: it waits for their KV instead of computing it a second time.
 
 A step may be scheduled while the one before it runs. A request then has a token *in flight*: sampled on the
@@ -209,7 +209,7 @@ class Scheduler:
         return missing <= self.block_manager.pool.available
 
     def _missing_blocks(self, request: Request) -> int:
-        """Of its whole context and one more token: what fits no further would be preempted at once."""
+        """Blocks to add for the whole context and one more token: with fewer it would be preempted at once."""
         needed = self.block_manager.blocks_for(min(len(request.tokens) + 1, request.limit))
         return needed - len(request.block_table.blocks)
 

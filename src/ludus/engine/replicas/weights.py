@@ -68,7 +68,7 @@ class Published:
 
     @contextmanager
     def reading(self) -> Iterator[Path]:
-        """Around everything that reads the folder."""
+        """Enter this to read the folder: it stays until the block ends."""
         self._readers += 1
         try:
             yield self.folder

@@ -123,7 +123,7 @@ class RemoteEngine(Engine):
         return isinstance(self._tokenizer, TranscriptTokenizer)
 
     def _encode(self, text: str) -> list[int]:
-        """In a transcript, marks are ours alone; the model's own tokenizer knows its special tokens."""
+        """In a transcript, only Ludus writes marks; the model's own tokenizer knows its special tokens."""
         return self._tokenizer.encode_text(text) if self._is_chat else self._tokenizer.encode(text)
 
     async def _answer(self, tokens: list[int], sampling: Sampling) -> Answer:

@@ -4,8 +4,8 @@ The route (vLLM 0.32): `/inference/v1/generate` takes token ids and gives token 
 of weight versions back. A server's answer is not trusted: every field is checked before it is used, and what
 does not fit is a `BadResponse` that says what was wrong.
 
-Stops are decided here, over the tokens that came back, by the rules of the embedded engine; the server is told
-of them so that it does not go on for long.
+Stops are decided here, over the tokens that came back, by the rules of the embedded engine; the server gets
+them too, so that it ends early.
 """
 
 from __future__ import annotations

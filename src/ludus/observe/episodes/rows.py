@@ -211,7 +211,7 @@ def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _flat(sequence: TokenSequence) -> Json:
-    """Its tokens, and what there is one of for each; where training has left nothing, one list is missing."""
+    """A sequence's tokens and per-token columns; columns of training only where training has filled them."""
     return {
         "tokens": sequence.tokens,
         "action_mask": sequence.action_mask,

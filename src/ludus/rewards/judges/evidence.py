@@ -62,7 +62,7 @@ def question(
 
     The instructions name no code, so they are the same tokens for every episode: a server with a prefix cache
     computes them once. The form comes last, where small models heed it: a JSON object that begins with the
-    code and goes on with `form`.
+    code and continues with `form`.
     """
     code = code_of(*evidence.values())
     shown = [enclosed(text, name, code) for name, text in evidence.items()]

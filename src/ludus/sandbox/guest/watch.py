@@ -66,7 +66,7 @@ class UsageMonitor:
         self._next_counts: dict[int, float] = {}
         """When a session's memory may be counted again."""
         self._idle_use: dict[int, tuple[float, float]] = {}
-        """Of idle sessions: CPU time used, and how much of it is more than idling needs."""
+        """For each idle session: CPU time used, and how much of it is more than idling needs."""
 
     @property
     def counters(self) -> Collection[int]:

@@ -53,7 +53,7 @@ class Incoming:
 
     path: str
     digest: bytes
-    """Of its path and body: the same for a retry."""
+    """Digest of its path and body: equal for a retry."""
     is_retry: bool
     reward: float | None = None
     """The reward of the turn that this request goes on from."""

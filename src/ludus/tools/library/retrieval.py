@@ -43,7 +43,7 @@ FORMAT = 1
 """Counted up when what is written changes."""
 _LISTING = "index.json"
 _FUSION_CONSTANT = 60
-"""Of reciprocal rank fusion (Cormack et al., 2009): a document's score is the sum of 1 / (60 + rank)."""
+"""For reciprocal rank fusion (Cormack et al., 2009): a document's score is the sum of 1 / (60 + rank)."""
 _FUSION_DEPTH = 100
 _MOST_QUERY_CHARS = 2_000
 

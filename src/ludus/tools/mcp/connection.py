@@ -222,7 +222,7 @@ class MCPConnection:
         return True
 
     async def _died(self, what: str) -> ServerGone:
-        """That the server ended during a request; how, is known a moment later."""
+        """The error for a server that ended during a request; waits a moment for its exit status."""
         if not self.config.is_http:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_PROBE_SECONDS):

@@ -48,7 +48,7 @@ class _ShortResults(ObjectReceiveStream[Any]):
 
     @property
     def last_context(self) -> Any:
-        """Of the message that was read last; the SDK asks for it. Streams of stdio have none."""
+        """Context of the message that was read last, which the SDK asks for. Streams of stdio have none."""
         return getattr(self._inner, "last_context", None)
 
     async def receive(self) -> Any:

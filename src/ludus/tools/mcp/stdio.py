@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 TOO_LARGE = -32050
 """JSON-RPC code for an answer that was too large to be read, in the range that is free for clients."""
 NO_JSON_RPC = -32051
-"""That of an answer to a request that is none as the protocol has them, such as `"result": null`."""
+"""JSON-RPC code for an answer that the protocol does not allow, such as `"result": null`."""
 _CHUNK = 1 << 16
 _MOST_STDERR = 4_000
 _GRACE_SECONDS = 1.0
@@ -74,7 +74,7 @@ class ServerProcess:
         return self.status == guardian.CANNOT_RUN
 
     def last_words(self) -> str:
-        """How it ended, and what it said last."""
+        """The exit status, and the end of standard error."""
         told = []
         if self.status is not None:
             how = f"signal {self.status - 128}" if self.status > 128 else f"status {self.status}"

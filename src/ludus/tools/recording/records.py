@@ -90,7 +90,7 @@ class RecordingStats:
     caught_up: int = 0
     """Calls that were replayed first and had to be made on the real tool after all."""
     diverged: int = 0
-    """Of these, the ones whose real result was not the recorded one."""
+    """Caught-up calls whose real result was not the recorded one."""
     unrecorded: int = 0
     """Calls made without writing them down, because the real tool's state was no longer known."""
     opened: int = 0

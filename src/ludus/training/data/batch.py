@@ -193,7 +193,7 @@ class Batch:
         return torch.from_numpy(np.repeat(chosen_R, self.lengths_R.numpy()))
 
     def rows_with(self, mask_T: Tensor, rows: Iterable[int] | None = None) -> list[int]:
-        """Those of the rows (of all when left out) in which the mask is somewhere true."""
+        """Rows (of these, or of all) with a token at which the mask is true."""
         ends = np.concatenate([[0], np.cumsum(self.lengths_R.numpy())])
         count = np.concatenate([[0], np.cumsum(mask_T.numpy())])
         given = range(len(self)) if rows is None else rows
@@ -252,7 +252,7 @@ def _shared_segments(trajectories: Sequence[Trajectory]) -> dict[int, int]:
     shared: dict[int, int] = {}
     seen: set[int] = set()
     inherited: set[int] = set()
-    """Of the segments seen, those that a branch has from another attempt."""
+    """Ids of seen segments that a branch has from another attempt."""
     for number, trajectory in enumerate(trajectories):
         segments = trajectory.sequences[0].segments if trajectory.sequences else []
         prefix = segments[: trajectory.branch.segments] if trajectory.branch is not None else []

@@ -88,7 +88,7 @@ class CurriculumConfig(Config):
 
     @property
     def values(self) -> tuple[float, ...]:
-        """Those of the schedule, or the two ends between which the setting moves."""
+        """Values of the schedule, or the two ends between which the setting moves."""
         if self.adaptive is not None:
             return (self.adaptive.start, self.adaptive.stop)
         return tuple(value for _, value in self.schedule)

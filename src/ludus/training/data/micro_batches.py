@@ -180,7 +180,7 @@ class Round:
 
     @property
     def lengths(self) -> Sequence[int]:
-        """Of the largest micro-batch: it decides whether a round can be split."""
+        """Row lengths of the largest micro-batch, which decides whether a round can be split."""
         return self._largest.lengths
 
     @property

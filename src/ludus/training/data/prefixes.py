@@ -43,13 +43,13 @@ class Fold:
     index_T: Ints
     """Where each token of the rows is among the computed ones."""
     source_U: Ints
-    """The first token of the rows that each computed one stands for."""
+    """Source index of each unique token: its first occurrence in the rows."""
     lengths: list[int]
     """The tokens of each node."""
     parents: list[int]
     """The node before each, or -1."""
     own_R: Ints
-    """Of each row the tokens that no earlier row has."""
+    """Number of tokens of each row that no earlier row has."""
 
     @classmethod
     def of(cls, keys: Sequence[Ints]) -> Fold | None:
@@ -85,7 +85,7 @@ class Fold:
                 lengths.append(upto - depth)
                 parents.append(parent)
                 computed += upto - depth
-        # the first token of the rows that each computed one stands for: unique() returns first occurrences
+        # source index of each unique token: unique() returns first occurrences
         source_U = np.unique(index_T, return_index=True)[1]
         own_R = np.bincount(np.searchsorted(starts, source_U, side="right") - 1, minlength=len(keys))
         return cls(index_T, source_U, lengths, parents, own_R)

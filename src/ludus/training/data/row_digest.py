@@ -21,9 +21,9 @@ class Digest:
     """What is compared between ranks."""
 
     exact: int
-    """Of all that is counted: 62 bits."""
+    """Digest of the integer columns: 62 bits."""
     sums: list[float]
-    """Of all that is computed: one number for each column of each micro-batch."""
+    """Checksums of the computed columns: one number for each column of each micro-batch."""
     scales: list[float]
     """What each of them would be if nothing cancelled out."""
 

@@ -61,7 +61,7 @@ class TaskSampler:
     seed: int
     cursors: list[Cursor] = field(default_factory=list)
     difficulties: dict[int, Sequence[float]] = field(default_factory=dict)
-    """Of the tasks of those sets that a curriculum has been asked about; copies share them."""
+    """Task difficulties of the sets for which a curriculum has asked; copies share them."""
 
     def __post_init__(self) -> None:
         names = [one.name for one in self.sets]
@@ -176,7 +176,7 @@ def _epoch(count: int, seed: int) -> Sequence[int]:
 
 
 def next_sets(weights: Sequence[float], drawn: Sequence[int], size: int) -> list[int]:
-    """From which sets the next `size` items come, when `drawn` have come from each of them so far.
+    """The sets of the next `size` items, when `drawn` have come from each of them so far.
 
     Every prefix follows the weights as closely as any sequence can: after n items, a set with share w has
     had w * n of them, give or take 1 - 1 / (2 * sets - 2). Of the sets that are at all due, the one goes

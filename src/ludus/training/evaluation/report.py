@@ -218,7 +218,7 @@ def _markdown(table: ReportTable) -> str:
 
 
 def _at_k(summary: Summary, asked: Sequence[int]) -> list[tuple[str, Estimate]]:
-    """Those that were asked for; or else each pass@k that is not plain success, the rest at the largest k."""
+    """The requested numbers at k; or else each pass@k but plain success, and the others at the largest k."""
     most = max(summary.average, default=0)
     ks = asked or (most,)
     named = [(f"average@{k}", estimate) for k, estimate in summary.average.items() if k in ks]

@@ -118,7 +118,7 @@ def splits_base_of(folder: Path) -> bool:
 
 
 def _beginning(settings: Any) -> str:
-    """How its weights begin; peft does not mind the case."""
+    """How the adapter's weights are initialised; peft ignores the case."""
     return str(settings.init_lora_weights).lower()
 
 

@@ -288,7 +288,7 @@ def scratch_model(config: ScratchConfig, tokenizer: Any, seed: int) -> nn.Module
 
 
 _TRAINED_BYTES = 16
-"""Of each parameter: weight, gradient and Adam's two moments in float32; bfloat16 with masters has no less."""
+"""Per parameter: weight, gradient and Adam's two moments in float32; bfloat16 with masters has no less."""
 _LONGEST_FITTED, _MOST_FITTED = 10_000, 1_000_000
 """Characters of a text, and of all, that a tokenizer is fitted to."""
 _LEAST_VOCABULARY = 256 + len(CONTROL_TOKENS)

@@ -32,7 +32,7 @@ from ludus.training.optim.shard_files import write_shards
 from ludus.training.optim.sharding import group_of, module_of
 
 RANK, ALPHA = 16, 32.0
-"""Of a new adapter, where a recipe leaves them open."""
+"""Defaults of a new adapter."""
 
 
 def is_adapted(model: nn.Module) -> bool:

@@ -44,7 +44,7 @@ def packed_states(
 
 
 def at_places(values_U: Tensor, index_T: Tensor | None, place_A: Tensor) -> Tensor:
-    """Of values of the computed tokens, those of these tokens of the rows."""
+    """Gather values of the unique tokens at places in the rows: values_U[index_T[place_A]]."""
     return values_U.index_select(0, place_A if index_T is None else index_T.index_select(0, place_A))
 
 

@@ -174,7 +174,7 @@ class StepSettings:
     """Settings of a step of a stage, besides its rows."""
 
     number: int
-    """Its place in the plan, from 0: the learning rate is a function of it."""
+    """Number of the step in the plan, from 0, which decides the learning rate."""
     kl: float = 0.0
     """The KL coefficient, which may adapt."""
     version: int | None = None

@@ -1,8 +1,8 @@
 """SIGTERM and Ctrl-C while rank 0 waits for other ranks.
 
 Python runs the handlers of signals in the main thread, between two of its instructions. A collective is one
-instruction, and may last for `cluster.timeout` where another rank hangs. So a thread is told of signals as well
-(`signal.set_wakeup_fd`), and passes them on to the event loop, which would be told otherwise. After a signal
+instruction, and may last for `cluster.timeout` where another rank hangs. So a thread gets the signals as well
+(`signal.set_wakeup_fd`), and passes them on to the event loop, which would get them otherwise. After a signal
 the ranks have a while for each of their collectives, so that an update in progress comes to its end and is
 saved. A collective that lasts longer is given up: the other ranks are killed, which ends it; and where even
 that does not end it, as when what is connected is no rank, this process ends.
@@ -76,7 +76,7 @@ class StopWatch:
         if self._write < 0 or threading.current_thread() is not threading.main_thread():
             return
         current = signal.set_wakeup_fd(self._before)
-        if current != self._write:  # somebody has set another one since
+        if current != self._write:  # another one has been set since
             signal.set_wakeup_fd(current)
         os.close(self._write)
         self._write = -1

@@ -182,7 +182,7 @@ def _parsed(told: str) -> bytes:
 
 
 # Under torchrun without a key in the environment: rank 0 makes one, and writes it where this user alone reads.
-# The others are told of the place through the store. A stranger can tell them of another one, but cannot make
+# The others get the place through the store. A stranger can give them another one, but cannot make
 # a file there that belongs to this user.
 
 

@@ -68,7 +68,7 @@ class RewardModelConfig(Config):
 
 @dataclass(frozen=True, slots=True)
 class RewardModelResult:
-    """Where it is, and what it is worth on held-out data."""
+    """The folder of the model, and its metrics on held-out data."""
 
     folder: Path
     kind: str

@@ -50,9 +50,9 @@ class AboutHeads(Config):
     means: tuple[float, ...]
     """The mean score of each over the training data: what counts as average."""
     lowest: float = 0.0
-    """Of steps: the lowest score it was shown."""
+    """For step scores: the lowest score in training."""
     highest: float = 1.0
-    """Of steps: the highest."""
+    """For step scores: the highest."""
     format: str = "hermes"
     """How tool calls are written for it (agent.format)."""
 

@@ -58,7 +58,7 @@ class SimulatedPlayer:
         self._playing: dict[int, _PlayingGroup] = {}
         self._arrived: asyncio.Queue[PlayedGroup] = asyncio.Queue()
         self.tokens: dict[int, int] = {}
-        """Of groups that have been played, by ordinal."""
+        """Tokens of played groups, by ordinal."""
         self.deaths = 0
         self._draw = random.Random(key(config.seed, "deaths"))
         for engine in self.engines:

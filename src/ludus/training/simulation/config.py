@@ -42,7 +42,7 @@ class SimulationConfig(Config):
     hang_share: float = Field(default=0.0, ge=0, le=1)
     """Share of the calls that hang until their deadline."""
     hang_seconds: float = Field(default=30.0, ge=0)
-    """That deadline."""
+    """Seconds until that deadline."""
     max_requests: int = Field(default=256, ge=1)
     """Requests that an engine runs at once; others wait in line."""
     decode_seconds: float = Field(default=0.0018, gt=0)
@@ -68,7 +68,7 @@ class SimulationConfig(Config):
     restart_seconds: float = Field(default=30.0, ge=0)
     """Until a dead engine plays again."""
     seed: int = 0
-    """Of every draw."""
+    """Seed of every draw."""
 
     @model_validator(mode="after")
     def _has_turns(self) -> SimulationConfig:

@@ -89,7 +89,7 @@ class Stage(Generic[C]):
 
     @contextmanager
     def updating_weights(self) -> Iterator[None]:
-        """Around a step's updates. After an error within, the weights are half updated and are not saved."""
+        """Context of a step's updates. After an error inside, the half updated weights are not saved."""
         self.is_half_updated = True
         yield
         self.is_half_updated = False
@@ -145,7 +145,7 @@ class Stage(Generic[C]):
 
     @asynccontextmanager
     async def holding(self) -> AsyncIterator[None]:
-        """Around an evaluation: what the stage plays meanwhile is kept from the engine."""
+        """Context of an evaluation: the stage's own requests wait before the engine."""
         yield
 
     async def end(self) -> None:

@@ -49,7 +49,7 @@ from ludus.training.run_context import RunContext
 from ludus.training.stages.base import Stage, StepResult, check_failures, timing_metrics
 
 _UNSAID_CRITIC = CriticConfig(passes=1, warmup_steps=0, optimizer=OptimizerConfig(learning_rate=1e-5))
-"""Of run folders from before a run wrote the critic's settings down."""
+"""Critic settings of run folders that were written without them."""
 
 
 class RLStage(Stage[RLConfig]):

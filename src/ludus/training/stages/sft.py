@@ -125,7 +125,7 @@ class SFTStage(Stage[SFTConfig]):
 
 
 class SFTTrainer(StageTrainer[Any]):
-    """Of supervised fine-tuning, whatever the episodes come from."""
+    """Trainer of supervised fine-tuning, for episodes of any origin."""
 
     def update(self, batch: Any, settings: StepSettings) -> dict[str, float]:
         return sft_step(self.learner, batch, settings.number)

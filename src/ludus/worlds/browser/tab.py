@@ -96,7 +96,7 @@ function () {
 
 
 class Notice(Exception):
-    """Something that the model is told instead of what it wanted."""
+    """An action that failed; the message is for the model."""
 
 
 class Tab:
