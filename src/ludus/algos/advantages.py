@@ -164,12 +164,14 @@ def turn_grpo(inputs: AdvantageInputs, *, discount: Share = 1.0, normalise: bool
     most = int(turns_N.max()) if turns_N.numel() else 0
     if most == 0:
         return Advantages(inputs.rewards_N.new_zeros(len(inputs.action_T)))
+    # rank_U: the turn's number within its trajectory. Sorted by trajectory, it is the place less the first one.
     order_U = trajectory_U.argsort(stable=True)
     first_N = turns_N.cumsum(0) - turns_N
     rank_U = torch.empty_like(order_U)
     rank_U[order_U] = torch.arange(len(order_U), device=order_U.device) - first_N[trajectory_U[order_U]]
 
     returns_NK = _at_each_turn(inputs, returns_U[order_U], first_N, turns_N, most)
+    # an owner for each pair of a group and a turn: siblings are compared turn by turn
     owner_NK = inputs.group_N[:, None] * most + torch.arange(most, device=order_U.device)
     compare = standardized if normalise else centered
     advantages_NK = compare(returns_NK.flatten(), owner_NK.flatten()).view_as(returns_NK)
@@ -179,7 +181,7 @@ def turn_grpo(inputs: AdvantageInputs, *, discount: Share = 1.0, normalise: bool
 def _at_each_turn(
     inputs: AdvantageInputs, sorted_U: Tensor, first_N: Tensor, turns_N: Tensor, most: int
 ) -> Tensor:
-    """The score of each trajectory at turns 0 .. most - 1."""
+    """Return of each trajectory at turns 0 .. most - 1: after its end the last one; without turns its total."""
     turn_K = torch.arange(most, device=first_N.device)
     place_NK = first_N[:, None] + torch.minimum(turn_K, (turns_N[:, None] - 1).clamp(min=0))
     returns_NK = sorted_U[place_NK.clamp(max=len(sorted_U) - 1)]
@@ -217,6 +219,7 @@ def gigpo(
     trajectory_U = required(inputs.trajectory_U, "trajectory_U")
     anchor_U = required(inputs.anchor_U, "anchor_U")
     known = (anchor_U >= 0).nonzero().squeeze(1)
+    # a state's number for each turn with a known anchor: equal for equal (group, anchor)
     states = torch.stack([inputs.group_N[trajectory_U[known]], anchor_U[known]])
     state_k = torch.unique(states, dim=1, return_inverse=True)[1]
     returns_U = turn_returns(inputs, discount)

@@ -40,7 +40,7 @@ def synth(
         typer.Option(
             "--out",
             "-o",
-            help="Go on in this folder, or make it; synth/NAME-METHOD-COUNTER when left out.",
+            help="Folder to write, or to resume in; synth/NAME-METHOD-COUNTER when left out.",
         ),
     ] = None,
 ) -> None:
@@ -77,22 +77,22 @@ def mcp_rl(
         ),
     ] = None,
     model: Annotated[
-        str, typer.Option("--model", "-m", help="What is trained: a folder, a hub name, or scratch.")
+        str, typer.Option("--model", "-m", help="The model to train: a folder, a hub name, or scratch.")
     ] = "scratch",
     writer: Annotated[
         str | None,
         typer.Option(
-            help="Who writes scenarios: an OpenAI-compatible address, http://host:port/v1#NAME; policy, the "
-            "model itself; or a table, '{ address = \"...\", seconds = 1800 }'."
+            help="The model that writes scenarios: an OpenAI-compatible address, http://host:port/v1#NAME; "
+            "policy, the model itself; or a table, '{ address = \"...\", seconds = 1800 }'."
         ),
     ] = None,
     judge: Annotated[
         str | None,
         typer.Option(help="The model that ranks attempts, named as --writer; the writer when left out."),
     ] = None,
-    scenarios: Annotated[int, typer.Option(min=2, help="To train on.")] = 32,
-    held_out: Annotated[int, typer.Option(min=1, help="To measure on.")] = 8,
-    about: Annotated[str, typer.Option(help="What the writer should know of the server.")] = "",
+    scenarios: Annotated[int, typer.Option(min=2, help="Scenarios to train on.")] = 32,
+    held_out: Annotated[int, typer.Option(min=1, help="Scenarios to measure on.")] = 8,
+    about: Annotated[str, typer.Option(help="Background on the server for the writer.")] = "",
     files: Annotated[
         Path | None,
         typer.Option(help="A folder of which every episode gets a fresh copy: {files} in the command."),
@@ -111,11 +111,11 @@ def mcp_rl(
         int | None,
         typer.Option(min=0, help="Steps of imitation first; 300 for scratch, otherwise none."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of all randomness.")] = 0,
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", "-o", help="Go on in this folder, or make it; runs/mcp-rl-COUNTER if none."
+            "--out", "-o", help="Folder to write, or to resume in; runs/mcp-rl-COUNTER if none."
         ),
     ] = None,
 ) -> None:
@@ -146,13 +146,13 @@ def prefer(
     ),
     judge: Annotated[
         str | None,
-        typer.Option(help="Ask this model (http://HOST/v1#NAME) instead of you, in both orders."),
+        typer.Option(help="A model (http://HOST/v1#NAME) that is asked instead of you, in both orders."),
     ] = None,
     dimension: Annotated[
-        list[str] | None, typer.Option(help="Ask for this respect too; several are possible.")
+        list[str] | None, typer.Option(help="A further dimension to ask about; repeatable.")
     ] = None,
-    pairs: Annotated[int, typer.Option(min=1, help="At most so many pairs.")] = 50,
-    seed: Annotated[int, typer.Option(help="Which pairs.")] = 0,
+    pairs: Annotated[int, typer.Option(min=1, help="Most pairs to ask about.")] = 50,
+    seed: Annotated[int, typer.Option(help="Seed of the choice of pairs.")] = 0,
     labels: Annotated[
         Path | None, typer.Option(help="Print the agreement with this file of pairs.")
     ] = None,
@@ -180,7 +180,7 @@ def reward_model(
         Path,
         typer.Argument(help="Pairs (ludus prefer), scored steps, or a Parquet file of scored turns."),
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The folder that it is written to.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The folder of the model.")],
     model: Model = None,
     settings: Annotated[
         list[str] | None,

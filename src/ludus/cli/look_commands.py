@@ -14,7 +14,7 @@ from ludus.cli.options import Model
 
 def init(
     name: Annotated[
-        str | None, typer.Argument(help="What to call it; agent when left out.", show_default=False)
+        str | None, typer.Argument(help="Name of the recipe; agent when left out.", show_default=False)
     ] = None,
     source: Annotated[
         str | None, typer.Option("--from", help="Begin with this recipe, such as safe or hunt.")
@@ -58,22 +58,24 @@ def show(
     ],
     step: Annotated[int | None, typer.Option(min=0, help="Only episodes of this step.")] = None,
     split: Annotated[str | None, typer.Option(help="Only train, or only eval.")] = None,
-    task: Annotated[str | None, typer.Option(help="Only of this task: an id, or a pattern (*).")] = None,
+    task: Annotated[
+        str | None, typer.Option(help="Only episodes of this task: an id, or a pattern (*).")
+    ] = None,
     attempt: Annotated[int | None, typer.Option(min=0, help="Only this attempt.")] = None,
     failed: Annotated[
-        bool, typer.Option("--failed", help="Only those that failed through no fault of the model's.")
+        bool, typer.Option("--failed", help="Only episodes that an infrastructure failure ended.")
     ] = False,
     wrong: Annotated[
-        bool, typer.Option("--wrong", help="Only those that were scored and did not succeed.")
+        bool, typer.Option("--wrong", help="Only episodes that were scored and did not succeed.")
     ] = False,
     prompt: Annotated[
         bool, typer.Option("--prompt", help="Also print the tokens that the model read, decoded.")
     ] = False,
-    full: Annotated[bool, typer.Option("--full", help="Leave nothing out of long texts.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Print long texts in full.")] = False,
     tree: Annotated[
         bool, typer.Option("--tree", help="Print groups as trees of attempts, and no conversations.")
     ] = False,
-    limit: Annotated[int, typer.Option(min=0, help="Print so many episodes; 0 is all.")] = 5,
+    limit: Annotated[int, typer.Option(min=0, help="Most episodes to print; 0 is all.")] = 5,
 ) -> None:
     """Print recorded episodes, the newest first: `ludus show runs/safe-001 --failed --step 12`."""
     from ludus.cli.show import EpisodeFilter, show_episodes, show_trees
@@ -157,7 +159,7 @@ def cluster(
         str | None,
         typer.Option(help="auto or host:port; RAY_ADDRESS, or this machine's, when left out."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Look at a Ray cluster: its nodes, and the trainer ranks, engines and tools of all runs on them."""
     import json

@@ -14,7 +14,8 @@ RecipeArgument = Annotated[
     typer.Argument(help="A recipe: a TOML file, or a name such as safe.", show_default=False),
 ]
 CheckpointOption = Annotated[
-    str | None, typer.Option("--checkpoint", help="Of a run: best, last, or the number of a step.")
+    str | None,
+    typer.Option("--checkpoint", help="The checkpoint of a run: best, last, or the number of a step."),
 ]
 Attempts = Annotated[int | None, typer.Option(min=1, help="Episodes for each task.")]
 Tasks = Annotated[
@@ -34,7 +35,7 @@ MinP = Annotated[
 Penalty = Annotated[
     float | None, typer.Option(min=0.01, help="Above 1, tokens that have occurred are less likely.")
 ]
-Show = Annotated[int, typer.Option(min=0, help="Print so many episodes.")]
+Show = Annotated[int, typer.Option(min=0, help="Number of episodes to print.")]
 Out = Annotated[
     Path | None, typer.Option("--out", "-o", help="Write the episodes to this Parquet file.")
 ]
@@ -44,7 +45,7 @@ def train(
     recipe: RecipeArgument = None,
     overrides: Overrides = None,
     resume: Annotated[
-        Path | None, typer.Option(help="Go on with the run in this folder, from its last checkpoint.")
+        Path | None, typer.Option(help="Resume the run in this folder from its last checkpoint.")
     ] = None,
     replay: Annotated[
         Path | None,
@@ -85,14 +86,14 @@ def evaluate(
     by: Annotated[str | None, typer.Option(help="The metadata key that names sub-tasks.")] = None,
     results: Annotated[
         Path | None,
-        typer.Option(help="Go on in this folder, or make it; evaluations/NAME-COUNTER when left out."),
+        typer.Option(help="Folder to write, or to resume in; evaluations/NAME-COUNTER when left out."),
     ] = None,
     temperature: Temperature = None,
     top_p: TopP = None,
     top_k: TopK = None,
     min_p: MinP = None,
     repetition_penalty: Penalty = None,
-    seed: Annotated[int, typer.Option(help="Decides the draws.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
     tokenizer: Annotated[
         str | None,
         typer.Option(
@@ -142,7 +143,7 @@ def rollout(
     top_k: TopK = 0,
     min_p: MinP = 0.0,
     repetition_penalty: Penalty = 1.0,
-    seed: Annotated[int, typer.Option(help="Decides the draws.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
     show: Show = 2,
     out: Out = None,
 ) -> None:

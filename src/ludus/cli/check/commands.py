@@ -31,9 +31,7 @@ def check_recipe(
             "the tools of MCP servers that do not declare that they change nothing (readOnlyHint).",
         ),
     ] = None,
-    seconds: Annotated[
-        float, typer.Option(min=0.1, help="How long each of the things that it tries may take.")
-    ] = 60.0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Seconds that each check may take.")] = 60.0,
 ) -> None:
     """Load everything that a recipe names, check its rewards on its tasks, play one episode, try its tools."""
     from ludus.cli.check.recipe import recipe_findings
@@ -50,7 +48,7 @@ def check_environment(
         str | None, typer.Option(help="Tasks to reset it with: a file, or module:function.")
     ] = None,
     name: Annotated[
-        str | None, typer.Option(help="What the tasks call it, where they name several.")
+        str | None, typer.Option(help="The environment's name in the tasks, where they name several.")
     ] = None,
     expert: Annotated[
         str | None, typer.Option(help="A demonstrator that solves the tasks: module:function.")
@@ -59,7 +57,7 @@ def check_environment(
         list[str] | None,
         typer.Option(
             "--reward",
-            help="What scores the tasks, as in a recipe; repeatable. Without any, the rewards of steps do.",
+            help="A reward, as in a recipe; repeatable. Without any, the rewards of steps count.",
         ),
     ] = None,
     thorough: Annotated[
@@ -87,7 +85,7 @@ def check_tool(
     ],
     arguments: Annotated[str | None, typer.Option(help="JSON arguments to call it with.")] = None,
     name: Annotated[
-        str | None, typer.Option(help="Which one, where there are several; all are shown when left out.")
+        str | None, typer.Option(help="One tool of several; all are shown when left out.")
     ] = None,
 ) -> None:
     """Show a tool as the model sees it, and call it."""
@@ -113,7 +111,7 @@ def check_data(
         typer.Option(
             "--out",
             "-o",
-            help="Go on in this folder, or make it; synth/FILE-checked-COUNTER when left out.",
+            help="Folder to write, or to resume in; synth/FILE-checked-COUNTER when left out.",
         ),
     ] = None,
 ) -> None:

@@ -149,7 +149,7 @@ def serve_env(
         float, typer.Option(help="Seconds that a session waits for an instance.")
     ] = 300.0,
     max_idle: Annotated[
-        float, typer.Option(help="When an instance that no session holds is closed.")
+        float, typer.Option(help="Seconds until an instance that no session holds is closed.")
     ] = 600.0,
     host: Host = "127.0.0.1",
     port: Port = 0,

@@ -46,24 +46,22 @@ def serve_model(
         ),
     ],
     name: Annotated[
-        str | None, typer.Option(help="What /v1/models calls it; MODEL when left out.")
+        str | None, typer.Option(help="The model's name in the API; MODEL when left out.")
     ] = None,
     format: Annotated[
         str, typer.Option(help="How tool calls are written: hermes, llama3, tags, fenced, react.")
     ] = "hermes",
     history: Annotated[
         Literal["strict", "keep", "split"],
-        typer.Option(
-            help="What to do with a chat template that rewrites earlier turns, as in a recipe."
-        ),
+        typer.Option(help="Handling of a chat template that rewrites earlier turns, as in a recipe."),
     ] = "split",
-    temperature: Annotated[float, typer.Option(min=0.0, help="Where a request names none.")] = 1.0,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Default temperature of requests.")] = 1.0,
     max_tokens: Annotated[
         int, typer.Option(min=1, help="Most tokens of a reply, where a request does not say.")
     ] = 1024,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"], typer.Option(help="Of the weights.")
+        Literal["auto", "float32", "bfloat16"], typer.Option(help="Number format of the weights.")
     ] = "auto",
     tokens_per_step: Annotated[
         int | None,

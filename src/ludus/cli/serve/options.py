@@ -21,17 +21,19 @@ if TYPE_CHECKING:
 
 Settings = dict[str, Any]
 
-Host = Annotated[str, typer.Option(help="Others can reach it only with a token.")]
+Host = Annotated[str, typer.Option(help="Address to listen on; one beyond loopback needs a token.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")]
 Concurrency = Annotated[int, typer.Option(min=1, help="Calls that run at once.")]
 Queue = Annotated[int, typer.Option(min=0, help="Calls that wait; more are refused.")]
 MaxSessions = Annotated[int, typer.Option(min=1, help="Sessions open at once.")]
-IdleSeconds = Annotated[float, typer.Option(help="When an unused session is closed.")]
-DrainSeconds = Annotated[float, typer.Option(help="Grace for running calls at the end.")]
-OrphanSeconds = Annotated[float, typer.Option(help="How long a call outlives its caller's connection.")]
-ClientSeconds = Annotated[float, typer.Option(help="Patience with slow clients.")]
-KeepaliveSeconds = Annotated[float, typer.Option(help="Patience with silent ones.")]
-MaxBodyBytes = Annotated[int, typer.Option(min=1024, help="The largest request.")]
+IdleSeconds = Annotated[float, typer.Option(help="Seconds until an unused session is closed.")]
+DrainSeconds = Annotated[float, typer.Option(help="Seconds for running calls to finish at the end.")]
+OrphanSeconds = Annotated[
+    float, typer.Option(help="Seconds that a call outlives its caller's connection.")
+]
+ClientSeconds = Annotated[float, typer.Option(help="Seconds to wait for a slow client.")]
+KeepaliveSeconds = Annotated[float, typer.Option(help="Seconds until an idle connection is closed.")]
+MaxBodyBytes = Annotated[int, typer.Option(min=1024, help="Bytes of the largest request.")]
 HeldBytes = Annotated[
     int, typer.Option(min=1024, help="Large requests held at once, in bytes; more are read later.")
 ]

@@ -170,7 +170,11 @@ class SimulatedPlayer:
 
 @dataclass(slots=True, eq=False)
 class SimulatedEngine:
-    """Requests that share an engine's time: each has had `_served` tokens since the engine's beginning."""
+    """Requests that share an engine's time. All advance at one rate, so one counter serves them all.
+
+    `_served` is the number of tokens that a request active from the start would have got. A request admitted at
+    `_served` = s ends at s plus its tokens, whatever is admitted later, so a heap of these ends is enough.
+    """
 
     config: SimulationConfig
     loop: asyncio.AbstractEventLoop
@@ -181,11 +185,11 @@ class SimulatedEngine:
     groups: set[_PlayingGroup] = field(default_factory=set)
     _served: float = 0.0
     _unread: float = 0.0
-    """Seconds of prompts that are read before anything else is said."""
+    """Seconds of prompts left to read, before which no token is decoded."""
     _updated: float = 0.0
     _is_paused: bool = False
     _active: list[tuple[float, int, int, Callable[[], None]]] = field(default_factory=list)
-    """A heap: at how many served tokens a request ends, its number, its context, and who waits for it."""
+    """A heap of (`_served` at the request's end, its number, its context, callback at its end)."""
     _waiting: deque[tuple[int, int, int, Callable[[], None]]] = field(default_factory=deque)
     _numbers: count[int] = field(default_factory=count)
     _timer: asyncio.TimerHandle | None = None
@@ -229,7 +233,7 @@ class SimulatedEngine:
         return self.config.decode_seconds + self.config.request_seconds * (len(self._active) - 1)
 
     def _pass_time(self) -> None:
-        """Serve what has been served since the last look."""
+        """Advance `_unread` and `_served` by the time since the last call."""
         now = self.loop.time()
         passed, self._updated = now - self._updated, now
         if self._is_paused or not self._active:
@@ -246,7 +250,7 @@ class SimulatedEngine:
             heapq.heappush(self._active, (self._served + said, next(self._numbers), context, done))
 
     def _schedule(self) -> None:
-        """Look again when the next request will have ended; looking too early does no harm."""
+        """Set a timer for the end of the next request; an early timer does no harm."""
         if self._is_paused or not self._active:
             return
         seconds = self._unread + (self._active[0][0] - self._served) * self._token_seconds
