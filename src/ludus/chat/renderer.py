@@ -389,7 +389,7 @@ class RenderCache:
         tools: Sequence[ToolSpec],
         render: Callable[[], list[int]],
     ) -> list[int]:
-        """What `render` gives for these entries and tools."""
+        """The cached result of `render` for these entries and tools."""
         if sum(len(piece.text) for entry in entries for piece in entry.all_pieces()) > MOST_CHARACTERS:
             return render()
         key = (kind, tuple(entries), tools_key(tools))
@@ -397,5 +397,5 @@ class RenderCache:
 
 
 def _bytes(tokens: array[int]) -> int:
-    """What a rendering takes, with a key of the longest kind."""
+    """Bytes of a cached rendering, with a key of the longest kind."""
     return tokens.itemsize * len(tokens) + MOST_CHARACTERS + _OVERHEAD

@@ -62,7 +62,7 @@ class ChatEntry:
     tool_call_id: str | None = None
 
     def all_pieces(self) -> list[Piece]:
-        """What a template is given for this message: its content, and the names that come with it."""
+        """The template's input for this message: its content, and the names that come with it."""
         named = [] if self.name is None else [Piece(self.name)]
         identified = [] if self.tool_call_id is None else [Piece(self.tool_call_id, identifier=True)]
         return [*self.pieces, *named, *identified]
@@ -209,7 +209,7 @@ class Escaper:
         return broken if self._ids.isdisjoint(self._tokenizer.encode(broken)) else " ".join(broken)
 
     def piece(self, piece: Piece, escape: Escape) -> str:
-        """What a template is given for `piece`. An identifier that could do harm gets another name."""
+        """The template's input for `piece`. An identifier that could do harm gets another name."""
         if piece.trusted:
             return piece.text
         if not piece.identifier:

@@ -135,7 +135,7 @@ CALL = ToolCall(TOOL.name, {"key": WORD})
 
 
 def probe(template: SafeTemplate, format: ActionFormat) -> TemplateFeatures:
-    """What the template does with conversations such as episodes have."""
+    """Probe a template with conversations of the kinds that episodes have."""
     tokenizer = template.tokenizer
     user, act = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
     if not _shows(tokenizer, [user, {"role": "assistant", "content": WORD}, user]):

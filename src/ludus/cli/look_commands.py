@@ -148,7 +148,7 @@ def simulate(
         ),
     ] = None,
 ) -> None:
-    """What would more GPUs do? Asynchronous training with its real controller and simulated engines."""
+    """Simulate training on more GPUs: asynchronous training with its real controller and simulated engines."""
     from ludus.cli.simulate import print_simulation
 
     print_simulation(settings or [], sweep or [])

@@ -95,7 +95,7 @@ class ActorWorker:
         return reply_of(answer)
 
     async def ask(self, method: str, *arguments: Any) -> Any:
-        """What a method of it answers; `WorkerDied` when it dies first. Cancelling it cancels the work."""
+        """Call a method of the actor; `WorkerDied` when it dies first. Cancelling it cancels the work."""
         ray = load_ray()
         reference = getattr(self._actor, method).remote(*arguments)
         try:

@@ -153,7 +153,7 @@ class Env:
 
 
 class _GeneratorEnv(Env):
-    """What `Env.of` makes; an attribute `script` holds the user's function."""
+    """The environment that `Env.of` makes; an attribute `script` holds the user's function."""
 
     script: ClassVar[Callable[..., Any]]
 

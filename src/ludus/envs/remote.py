@@ -120,7 +120,7 @@ class EnvSessions(Protocol):
         """The first observation of an environment of the episode."""
 
     async def ask(self, what: str, context: ToolContext, env: str) -> Json:
-        """What an environment of the episode says: its "actions", its "state"."""
+        """Ask an environment of the episode for its "actions" or its "state"."""
 
 
 class RemoteEnv(Env):

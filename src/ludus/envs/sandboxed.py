@@ -236,7 +236,7 @@ def _called(what: str, given: Sequence[Any]) -> str:
 
 
 def _answer(value: str, what: str) -> Json:
-    """What came out of the session: the `repr` of JSON text, from code that may say anything."""
+    """Decode the session's output: the `repr` of JSON text, from code that may say anything."""
     try:
         text = ast.literal_eval(value)
         answer = json.loads(text) if isinstance(text, str) and len(text) <= _MOST_STATE else None
@@ -292,7 +292,7 @@ class SandboxedWorld(Env):
 
 
 def read_world(folder: Path) -> tuple[WorldSpec, str]:
-    """What a folder says of its environment, and its rules."""
+    """Read an environment's folder: its spec, and the source of its rules."""
     try:
         spec = WorldSpec.model_validate_json((folder / "world.json").read_text())
         return spec, (folder / "world.py").read_text()

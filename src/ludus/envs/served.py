@@ -39,7 +39,7 @@ from ludus.tools.toolset import shut
 from ludus.tools.wire import spec_from_json, spec_to_json, task_from_json
 
 LOADER = "ludus.envs.served:load_served"
-"""What builds a server's tools and environments, in whichever process they live."""
+"""Reference of the function that builds a server's tools and environments, in any process."""
 
 
 @dataclass(slots=True, eq=False)
@@ -273,7 +273,7 @@ def load_served(references: Sequence[ToolReference]) -> ToolSet:
 
 
 def served_name(reference: str, factory: Callable[[], Any]) -> str:
-    """What an environment is called that only a reference names."""
+    """Name of an environment that is given by a reference."""
     if reference.isidentifier():
         return reference
     return env_name(factory)

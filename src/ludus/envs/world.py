@@ -38,7 +38,7 @@ Expert = Callable[[Task], ExpertMoves]
 
 
 def next_move(expert: ExpertMoves, observed: str) -> ToolCall | str | None:
-    """What an expert does after it has observed that; None when it has ended."""
+    """The expert's next move after an observation; None when it has ended."""
     begins = inspect.getgeneratorstate(expert) == inspect.GEN_CREATED
     try:
         move = next(expert) if begins else expert.send(observed)
@@ -204,7 +204,7 @@ ON_SERVER = EnvListing(
 
 
 def env_name(factory: Callable[[], Any]) -> str:
-    """What an environment is called that only its class says: a prebuilt one's name, else in snake case."""
+    """Name of an environment given by its class: a prebuilt one's name, else in snake case."""
     own = getattr(factory, "__name__", type(factory).__name__)
     module = getattr(factory, "__module__", "")
     for name, reference in _Worlds.registry.items():

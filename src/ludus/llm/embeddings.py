@@ -220,7 +220,7 @@ def _read_vectors(count: int, body: Json) -> Vectors:
 
 
 def checked_vectors(rows: Any, count: int) -> Vectors:
-    """What an embedder gave, as one vector of finite numbers for each of `count` texts; else a `ValueError`."""
+    """An embedder's output: one vector of finite numbers for each of `count` texts; else a `ValueError`."""
     try:
         with np.errstate(over="ignore"):  # what is too large is infinite, and refused below
             vectors = np.asarray(rows, dtype=np.float32)

@@ -1,4 +1,4 @@
-"""What clients of OpenAI-compatible servers share: the server's key, its models, and how answers are read."""
+"""Shared by clients of OpenAI-compatible servers: the server's key, its models, and how answers are read."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ModelServerClient(HttpClient):
         return await self.request("POST", url, body, policy, read, repeatable=True)
 
     async def reach(self, address: Address) -> ServerReply:
-        """What the server says of its models; `ConfigError` where there is none, or it wants another key."""
+        """The server's list of models; `ConfigError` where there is none, or it wants another key."""
         try:
             async with asyncio.timeout(_CHECK_SECONDS):
                 reply = await self.send("GET", f"{address.url}/models")

@@ -32,7 +32,7 @@ _kept: WeakKeyDictionary[nn.Module, LruCache[Tensor]] = WeakKeyDictionary()
 
 
 def vision_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """What only images pass through: all parameters outside of the decoder and the LM head."""
+    """Parameters that only images pass through: all parameters outside of the decoder and the LM head."""
     inner = seeing(model)
     parts = (decoder_of(inner), inner.get_output_embeddings(), inner.get_input_embeddings())
     text = {id(p) for part in parts for p in part.parameters()}

@@ -57,7 +57,7 @@ class SequenceBounds:
     """[R + 1] Cumulative lengths from 0 on, int32."""
     max_seqlen: int
     keys: KeyBounds | None = None
-    """What they attend to; their own tokens alone when left out."""
+    """Keys that the queries attend to; their own tokens alone when left out."""
 
 
 def paths_of(lengths: Sequence[int], parents: Sequence[int]) -> list[Ints]:
@@ -238,7 +238,7 @@ def _disagreement(
     shape: tuple[int, int, int],
     forest: bool,
 ) -> str:
-    """What is wrong with a kernel's results; empty when they are right."""
+    """Compare a kernel's results with the reference; empty when they agree."""
     heads, kv_heads, size = shape
     lengths = _FOREST_LENGTHS if forest else _PROBE_LENGTHS
     paths = paths_of(lengths, _FOREST_PARENTS if forest else (-1, -1))

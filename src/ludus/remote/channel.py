@@ -57,7 +57,7 @@ def pack_frame(head: Json, body: bytes = b"") -> bytes:
 
 
 def unpack_frame(frame: bytes) -> tuple[Json, memoryview]:
-    """What `pack_frame` was given; the body is a view, not a copy."""
+    """Inverse of `pack_frame`; the body is a view, not a copy."""
     if len(frame) < _LENGTHS.size:
         raise FrameError(f"{len(frame)} bytes are too few for a frame")
     head, body = _LENGTHS.unpack_from(frame)

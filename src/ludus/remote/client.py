@@ -68,7 +68,7 @@ class ServerReply:
 
     @property
     def problem(self) -> str:
-        """What the server says is wrong, cut to what fits in a message."""
+        """The server's error text, cut to fit in a message."""
         error = self.body.get("error", self.body.get("detail", self.body.get("message", "")))
         if isinstance(error, dict):
             error = error.get("message", "")

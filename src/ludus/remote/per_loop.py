@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 
 class AsyncClosable(Protocol):
-    """What has to be closed in the event loop that made it."""
+    """A resource that has to be closed in the event loop that made it."""
 
     def close(self) -> Any:
         """Release it; an awaitable."""

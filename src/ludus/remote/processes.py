@@ -247,7 +247,7 @@ class CallWorker(WorkerProcess):
     def call(
         self, data: bytes, timeout: float | None, read_timeout: float = _START_SECONDS
     ) -> tuple[str, Any]:
-        """What a packed call gave: ("value", it), ("error", what it raised) or ("lost", a text).
+        """Make a packed call: ("value", its result), ("error", what it raised) or ("lost", a text).
 
         `DeadlineExceeded` when that takes longer than `timeout`, counted from when the worker has read the
         call, for which it has `read_timeout`; it is still at it then, and has to be killed.

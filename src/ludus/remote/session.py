@@ -1,4 +1,4 @@
-"""What an episode has in a place that may go away (a worker, a server, an environment), and whether it is lost.
+"""State of an episode in a place that may die (a worker, a server, an environment), and whether it is lost.
 
 The rule, wherever the place is:
 

@@ -93,7 +93,7 @@ class Member(Generic[W]):
         self.number, self.worker = number, worker
         """Its place among the workers, counted from 0, and the worker itself."""
         self.started: Any = None
-        """What its `start` returned."""
+        """Result of its `start`."""
         self.since = 0.0
         self.keys: set[str] = set()
         """Sticky keys: the episodes or sessions that were placed here."""

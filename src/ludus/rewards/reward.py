@@ -67,7 +67,7 @@ async def with_retries(
     retries: int = 0,
     function: Callable[..., Any] | None = None,
 ) -> T:
-    """What `call` gives; a persistent error becomes an `InfraError` at the boundary REWARD.
+    """Await `call`, with retries; a persistent error becomes an `InfraError` at the boundary REWARD.
 
     A lost connection is retried twice in any case. Errors of the recipe (`ConfigError`,
     `MissingExtraError`), a shutdown (`Aborted`) and an `InfraError` pass through. `function` is the user's:

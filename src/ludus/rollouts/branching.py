@@ -119,7 +119,7 @@ class EpisodeRecord:
     hold: int | None = None
     """Stop before this turn, with everything observed and a snapshot taken, for others to go on from there."""
     score: float | None = None
-    """What a held episode was worth when it stopped; None for one that went on to its end."""
+    """Score of a held episode when it stopped; None for one that went on to its end."""
     session: str = ""
     """The engine's session, which holds the KV; kept until no attempt can branch off any more."""
     turns: list[Turn] = field(default_factory=list)

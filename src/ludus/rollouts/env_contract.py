@@ -41,7 +41,7 @@ _LEAST_GOLD = 0.95
 """The share of tasks that a demonstrator has to solve."""
 
 Story = list[tuple[Any, ...]]
-"""What was seen: the first observation, then for each call its name, content, reward, ending and fault."""
+"""An episode: the first observation, then for each call its name, content, reward, ending and fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class EnvContract:
     seconds: float = 120.0
     """For each clause."""
     tools: ToolSet | None = None
-    """What the agent has where there is no environment."""
+    """Tools of the agent where there is no environment."""
     pool: EnvPool | None = field(init=False, default=None)
     _stuck: str = field(init=False, default="")
     """The error of an expert that does not return, once known: no further clause waits for it."""

@@ -193,7 +193,7 @@ class MessageTree:
         )
 
     async def _demonstrated(self, renderer: Renderer, spot: _Spot, prompt_tokens: int) -> Sampled:
-        """What an expert replies in the model's place."""
+        """An expert's reply in the model's place."""
         assert self._recorder.expert is not None
         observed = "\n".join(message.content for message in spot.messages[spot.known :])
         move = await expert_move(self._recorder.expert, observed)

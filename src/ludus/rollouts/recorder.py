@@ -230,7 +230,7 @@ class Recorder:
 
 
 async def expert_move(expert: ExpertMoves, observed: str) -> str | ToolCall | None:
-    """What an expert does next; in a thread, because a planner may think for seconds."""
+    """The expert's next move; in a thread, because a planner may think for seconds."""
     return await run_sync(next_move, expert, observed)
 
 

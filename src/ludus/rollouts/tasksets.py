@@ -165,7 +165,7 @@ def _id_of(where: str, row: Any) -> str:
 
 
 def _hint(row: Any) -> str:
-    """What to do where the prompt has another name."""
+    """A hint where the prompt has another name."""
     if not isinstance(row, Mapping) or {"prompt", "messages"} & row.keys():
         return ""
     names = ", ".join(map(str, row))

@@ -280,7 +280,7 @@ class McpApi(HttpApi):
         return answer
 
     async def _forwarded(self, request: web.Request, body: bytes = b"") -> web.StreamResponse:
-        """What the SDK answers, sent as it comes.
+        """Stream the SDK's response.
 
         A client that disconnects cancels this handler. The SDK is told instead: cancelled, it would end the
         whole session, and clients may hang up as soon as they have read their event.

@@ -338,7 +338,7 @@ class ToolServer(AppServer):
 
 
 def _translated(error: web.HTTPException, max_body_bytes: int) -> web.Response:
-    """What aiohttp itself refuses, as a `RequestError` response."""
+    """An error of aiohttp itself as a `RequestError` response."""
     if error.status == 413:
         return _error_response(too_large(max_body_bytes))
     kind, message = ErrorKind.BAD_REQUEST, error.reason or "bad request"

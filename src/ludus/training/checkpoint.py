@@ -90,7 +90,7 @@ def load_progress(folder: Path) -> RunProgress:
 
 
 def rewards_state(scorers: Mapping[str, Scorer]) -> str:
-    """What the rewards that remember something have in mind now, by task set; written out, so that it stays."""
+    """State of the rewards that have one, by task set, as text."""
     return json.dumps({name: scorer.state_dict() for name, scorer in scorers.items()})
 
 
@@ -107,6 +107,6 @@ def save_state(folder: Path, state: Json) -> None:
 
 
 def load_state(folder: Path) -> Json:
-    """What `save_state` has written."""
+    """Read the file of `save_state`."""
     state: Json = json.loads((folder / STAGE).read_text(encoding="utf-8"))
     return state

@@ -27,7 +27,7 @@ _SHOWN = {**SHOWN_METRICS} | {
     if stage.prefix and stage.learns
     for name, label in {**SHOWN_METRICS, **_OWN}.items()
 }
-"""What a progress line has, where a step has it: RL's numbers, and under their names those of other stages."""
+"""Metrics of a progress line, if present: RL's numbers, and under their names those of other stages."""
 
 
 class ProgressDisplay:

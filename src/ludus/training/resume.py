@@ -129,7 +129,7 @@ _OTHERWISE = (
 
 
 def finished_text(recipe: Recipe, counted: Recipe, done: RunProgress | None, run: str) -> str | None:
-    """What to say of a run that has done all its steps; None for any other.
+    """Text for a run that has done all its steps; None for any other.
 
     `counted` is the recipe with steps where it says epochs.
     """

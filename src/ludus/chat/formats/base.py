@@ -1,4 +1,4 @@
-"""What an action format is: the grammar in which a model writes tool calls and answers."""
+"""Action formats: the grammar in which a model writes tool calls and answers."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ class TorchModelRunner:
 
 
 def embedded_chunks(model: nn.Module, chunks: Sequence[Chunk], ids_T: Tensor) -> Tensor | None:
-    """What the decoder reads for chunks with images in them; None where there are none."""
+    """Input embeddings of chunks with images; None where there are no images."""
     processor = images_of(model)
     if processor is None or not any(chunk.request.images for chunk in chunks):
         return None

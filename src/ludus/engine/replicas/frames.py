@@ -24,7 +24,7 @@ def pack_images(tokens: bytes, images: Mapping[str, bytes]) -> tuple[Json, bytes
 
 
 def unpack_images(head: Json, body: bytes) -> tuple[bytes, dict[str, bytes]]:
-    """What `pack_images` was given."""
+    """Inverse of `pack_images`."""
     sizes = head.get("images", [])
     place = len(body) - sum(size for _, size in sizes)
     tokens, images = body[:place], {}

@@ -331,7 +331,7 @@ class ReplicatedEngine(Engine):
     async def _answered(
         self, member: _Member, call: Coroutine[Any, Any, T], seconds: float | None = None
     ) -> T:
-        """What a call of a replica gives; an `EngineError` when the replica is taken out first."""
+        """Await a call of a replica; an `EngineError` when the replica is taken out first."""
         try:
             return await member.answer(call, seconds)
         except WorkerDied as death:
@@ -344,7 +344,7 @@ class ReplicatedEngine(Engine):
         call: Coroutine[Any, Any, T],
         member: _Member | None = None,
     ) -> T:
-        """What a call gives that must not take long. A replica for which it does is taken out; without `member`
+        """Await a call that must not take long. A replica for which it does is taken out; without `member`
         it is being started, which fails then."""
         try:
             if member is not None:

@@ -69,7 +69,7 @@ class ServedEngine:
     async def told(
         self, work: Callable[[], Coroutine[Any, Any, tuple[Json, bytes]]]
     ) -> tuple[Json, bytes]:
-        """What `work` gives, or the error that it raises, for the caller."""
+        """The reply to the caller: the result of `work`, or the error that it raises."""
         try:
             return await work()
         except _Missing as missing:

@@ -20,7 +20,7 @@ class RequestsInFlight(Generic[T]):
         self._is_closed = False
 
     async def answer(self, session: str | None, request: str, call: Coroutine[Any, Any, T]) -> T | None:
-        """What a request is answered; None where it was cancelled here (`of`). The caller's own cancellation
+        """The answer to a request; None where it was cancelled here (`of`). The caller's own cancellation
         ends it, and is waited for."""
         task = asyncio.ensure_future(call)
         self._tasks.setdefault(session, {})[request] = task

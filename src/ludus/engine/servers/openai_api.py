@@ -89,7 +89,7 @@ def read_answer(
 
 
 def _chat_text(choice: Json, write: WriteCalls) -> tuple[Any, bool]:
-    """What was said, and whether native tool calls are part of it."""
+    """The reply's text, and whether native tool calls are part of it."""
     message = choice.get("message")
     if not isinstance(message, dict):
         raise BadResponse("the answer has no message")
@@ -257,7 +257,7 @@ def _without_tools(system: str) -> tuple[str, list[Json]]:
 
 
 def _calls(said: str, name: str) -> tuple[str, list[Json]]:
-    """What the assistant said beside its calls, and these; all of it is text where one cannot be read."""
+    """The assistant's text and its calls; all of it is text where a call cannot be read."""
     calls: list[Json] = []
     for body in _CALL.findall(said):
         try:

@@ -30,7 +30,7 @@ _SEED_BITS = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class WeightLabel:
-    """What this run calls a version of the weights on a server: no other run's is the same."""
+    """This run's label of a version of the weights on a server, unique among runs."""
 
     run: str
 

@@ -19,7 +19,7 @@ _INDEX = ("data_idx", "game", "session_id", "item_id", "idx", "id", "seed")
 """The servers' names for the number of a task, in a request to reset."""
 _DEFAULTS = {"world_type": "Text", "seed": 0}
 _GONE = re.compile(r"is not valid|has been deleted|not exist|^'?\d+'?$")
-"""What the servers say of an instance that they do not have (any more)."""
+"""Errors of the servers for an instance that they do not have (any more)."""
 _FULL = re.compile(
     r"too many|capacity|\b(?:max|limit)\w*\b.*\b(?:session|env|instance)|no (?:free|room)", re.I
 )
@@ -128,7 +128,7 @@ class AgentGymEnv(Env):
         return "env_idx" if "env_idx" in self._fields["/step"] else "id"
 
     def _task_fields(self, task: Task, arguments: Json) -> Json:
-        """What a request to reset says of the task, in the server's own words."""
+        """Fields of a request to reset that name the task, for this server."""
         fields = [name for name in self._fields["/reset"] if name != self._id_name]
         named = {name: value for name, value in arguments.items() if name in fields}
         numbers = [value for name, value in arguments.items() if name in _INDEX]

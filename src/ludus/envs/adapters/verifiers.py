@@ -281,7 +281,7 @@ class VerifiersEnv(Env):
         await env.run(theirs, agents)
 
     async def _next_turn(self) -> str | None:
-        """What the set's own Env says next; None when it has ended."""
+        """The next user message of the set's own Env; None when it has ended."""
         assert self._play is not None
         hearing = asyncio.ensure_future(self._heard.get())
         try:

@@ -183,7 +183,7 @@ class AskingReward(Asking, OptionsReward):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """What was spent, so that a budget holds for the whole run and not from one resume to the next."""
+        """The cost so far, so that a budget holds for the whole run and not from one resume to the next."""
         return {"usage": self.usage.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -239,7 +239,7 @@ def _proposal(
 def load_evolution(
     evolve: Mapping[str, Any] | bool, rubric: Rubric, judge: str
 ) -> RubricEvolution | None:
-    """What `evolve` says: a table, true for the usual one, or false."""
+    """The evolution that `evolve` asks for: a table, true for the usual one, or false for none."""
     if evolve is False:
         return None
     config = EvolutionConfig.parse({} if evolve is True else evolve, "evolve")

@@ -43,7 +43,7 @@ GONE = "[A new session was started: the earlier variables, processes and files a
 
 
 class SessionStart(Config):
-    """What the session of a task starts with."""
+    """Initial files, image and setup of a task's session."""
 
     files: dict[str, str | bytes] = Field(default_factory=dict)
     """Files by path, relative to the working directory."""

@@ -18,14 +18,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """What is compared between ranks."""
+    """Digest of a rank's micro-batches."""
 
     exact: int
     """Digest of the integer columns: 62 bits."""
     sums: list[float]
     """Checksums of the computed columns: one number for each column of each micro-batch."""
     scales: list[float]
-    """What each of them would be if nothing cancelled out."""
+    """Sum of absolute values of each column: the scale of its rounding."""
 
 
 def digest_of(batches: Iterable[Any]) -> Digest:

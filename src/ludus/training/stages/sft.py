@@ -91,7 +91,7 @@ class SFTStage(Stage[SFTConfig]):
             await self._note_unknown_tools()
 
     async def _note_unknown_tools(self) -> None:
-        """What others have written down may have had other tools than there are in this run."""
+        """Warn of demonstrations that call tools which this run does not have."""
         messages = [message for shown in self._demonstrations for message in shown.messages]
         called = {call.name for message in messages for call in message.tool_calls}
         if not called:

@@ -70,7 +70,7 @@ class PageTree:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a snapshot of the layout knows of nodes, by Chromium's numbers."""
+    """A snapshot of the layout: data of nodes, by Chromium's numbers."""
 
     boxes: Mapping[int, tuple[float, float, float, float]]
     """Left, top, width and height in the document."""

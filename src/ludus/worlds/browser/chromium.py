@@ -116,8 +116,7 @@ class BrowserHost:
         self._gateways: dict[NetworkPolicy, Gateway] = {}
         self._starting = asyncio.Lock()
         self._folders: list[ScratchFolder] = []
-        """What drivers and browsers keep in files; those of a driver that was killed are nobody else's to
-        remove."""
+        """Folders of drivers' and browsers' files; a killed driver's are removed here."""
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine over there, from any event loop; cancelled with the caller."""

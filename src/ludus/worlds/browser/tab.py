@@ -111,7 +111,7 @@ class Tab:
         self.requests: set[Request] = set()
         """Those that the page waits for."""
         self.elements: Mapping[int, Element] = {}
-        """What the last look at it numbered."""
+        """Elements by the numbers of the last view."""
         self.windows = 0
         """That it has opened; their tabs come a little later."""
         self.has_crashed = False

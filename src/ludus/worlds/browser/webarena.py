@@ -58,7 +58,7 @@ class MissingJudgeError(ConfigError):
 
 
 class JudgedPage(Protocol):
-    """What an evaluator needs of a browser at the end of an episode."""
+    """A browser's state for evaluators, at the end of an episode."""
 
     async def url(self) -> str: ...
     async def goto(self, url: str) -> None: ...

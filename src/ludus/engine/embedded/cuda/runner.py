@@ -166,7 +166,7 @@ class StepTimer:
 
 
 def fingerprint(model: nn.Module) -> object:
-    """What a captured graph relies on: addresses of parameters and buffers, and the state of adapters."""
+    """Dependencies of a captured graph: addresses of parameters and buffers, and the state of adapters."""
     addresses = [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())]
     adapters = [
         (
