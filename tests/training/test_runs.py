@@ -39,7 +39,6 @@ from ludus.training import (
     trajectory_of,
 )
 from ludus.training.api import resolve
-from ludus.training.checkpoint import save_learner
 from ludus.training.config.parts import demonstrations_of, resolve_part
 from ludus.training.config.recipe_files import load_recipe
 from ludus.training.models.loading import scratch_parameters
@@ -674,11 +673,12 @@ def test_a_tokenizer_that_does_not_fit_on_the_disk_is_told(tmp_path: Path) -> No
 def test_an_optimizer_that_does_not_fit_on_the_disk_is_told_in_those_words(tmp_path: Path) -> None:
     layer = torch.nn.Linear(400, 400).bfloat16()  # its masters are float32
     learner = Learner(layer, OptimizerConfig(), 1)
+    (tmp_path / "step").mkdir()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
         with pytest.raises(LudusError, match=r"the optimizer's state could not be written to .*"):
-            save_learner(tmp_path, learner)
+            learner.save(tmp_path / "step" / "optimizer.safetensors")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 

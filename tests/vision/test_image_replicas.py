@@ -22,10 +22,8 @@ from ludus.chat import Renderer, load_format
 from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, Sampling
 from ludus.core.messages import Json, Media, MediaSpan, Message
-from ludus.engine import EmbeddedEngine, EngineConfig
+from ludus.engine import Canary, CanaryError, EmbeddedEngine, EngineConfig
 from ludus.engine.replicas import (
-    Canary,
-    CanaryError,
     ProcessReplica,
     ReplicaLimits,
     ReplicaSettings,

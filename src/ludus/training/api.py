@@ -27,7 +27,6 @@ from ludus.envs import Env
 from ludus.observe import SINKS, AuditLog, RunFolder, RunWriter, setup_logging
 from ludus.remote.threads import frozen_gc, run_coroutine
 from ludus.rollouts.agent import Agent, Expert
-from ludus.training.checkpoint import UnsavedError
 from ludus.training.config.cluster import launched_rank
 from ludus.training.config.parts import (
     Parts,
@@ -45,6 +44,7 @@ from ludus.training.data.conversations import Conversation
 from ludus.training.evaluation.evaluate import Evaluation, find_model, measure_sets
 from ludus.training.loop import OnStep, Trainer
 from ludus.training.models.loading import check_source
+from ludus.training.optim.shard_files import UnsavedError
 from ludus.training.preflight import check_engines, check_parts, check_servers, with_step_counts
 from ludus.training.progress import show_progress
 from ludus.training.ranks.processes import RankError

@@ -13,12 +13,12 @@ from safetensors import SafetensorError
 from torch import nn
 
 from ludus.chat.tokenizers import HFTokenizer
-from ludus.core.failures import LudusError
 from ludus.core.messages import Json
 from ludus.model import images_of
 from ludus.observe import RunWriter
 from ludus.rewards import Scorer
 from ludus.training.models.sharded import save_policy
+from ludus.training.optim.shard_files import UnsavedError
 
 if TYPE_CHECKING:
     from ludus.training.run_context import RunContext
@@ -35,10 +35,6 @@ class RunProgress:
     step: int = 0
     stage: int = 0
     done: int = 0
-
-
-class UnsavedError(LudusError):
-    """Something of a run could not be written."""
 
 
 class Saves(Protocol):

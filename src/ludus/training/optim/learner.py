@@ -35,7 +35,7 @@ from ludus.training.optim.forward import shares_prefixes
 from ludus.training.optim.logprobs import action_logprobs, logprobs_of
 from ludus.training.optim.memory import MemoryBudget
 from ludus.training.optim.optimizer import GradientAccumulator, MasterAdamW, lr_factor
-from ludus.training.optim.shard_files import read_shards, write_shards
+from ludus.training.optim.shard_files import UnsavedError, read_shards, write_shards
 from ludus.training.optim.sharding import (
     RankGroup,
     group_of,
@@ -195,7 +195,12 @@ class Updater:
 
     def save(self, path: Path) -> None:
         """Write the state; of a sharded model all ranks write their parts."""
-        write_shards(path, self.tensors(), self.group)
+        try:
+            write_shards(path, self.tensors(), self.group)
+        except OSError as error:
+            raise UnsavedError(
+                f"the optimizer's state could not be written to {path.parent.parent}: {error}"
+            ) from error
 
     def load(self, path: Path) -> None:
         """Go on from what `save` wrote, on however many ranks that was."""

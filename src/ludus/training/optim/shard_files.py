@@ -31,6 +31,10 @@ _DTYPES = {
 _ALIGNMENT = 8
 
 
+class UnsavedError(LudusError):
+    """Something of a run could not be written."""
+
+
 @dataclass(frozen=True, slots=True)
 class FileLayout:
     """Where each tensor is in a file of safetensors.
