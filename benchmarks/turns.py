@@ -56,7 +56,7 @@ class Recording:
     _said: Counter[str] = field(default_factory=Counter)
 
     async def generate(
-        self, tokens: Sequence[int], sampling: Sampling, *, session: str | None = None, media: Any = ()
+        self, tokens: Sequence[int], sampling: Sampling, *, session: str | None = None, **_: Any
     ) -> Completion:
         assert session is not None
         await asyncio.sleep(0)

@@ -57,13 +57,11 @@ def container_engine(request: pytest.FixtureRequest) -> tuple[str, list[str]]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of one file stay together; what needs a GPU is skipped, visibly, where there is none."""
+    """What needs a GPU is skipped, visibly, where there is none."""
+    if torch.cuda.is_available():
+        return
     for item in items:
-        file = item.path.relative_to(item.config.rootpath).as_posix()
-        # Sandboxes count a user's processes and memory, so no two of their tests run at once.
-        alone = file.startswith("tests/sandbox/")
-        item.add_marker(pytest.mark.xdist_group("sandbox" if alone else file))
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 

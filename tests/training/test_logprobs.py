@@ -229,11 +229,12 @@ def test_every_head_gives_what_the_model_gives(
 def _row_by_row(model: Any, temperature: float) -> tuple[Tensor, Tensor]:
     """Whole logits of each row alone, with the library's attention; rows as the pack has them."""
     found: list[tuple[Tensor, Tensor]] = []
-    for row in sorted(ROWS, key=lambda row: -len(row.tokens)):
-        tokens = torch.tensor(row.tokens)
+    lengths = ROWS.lengths_R.tolist()
+    rows = zip(ROWS.tokens_T.split(lengths), ROWS.action_T.split(lengths), strict=True)
+    for tokens, is_action in sorted(rows, key=lambda row: -len(row[0])):
         hidden = model.model(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
         logp = (head_logits(model, hidden) / temperature).log_softmax(-1)
-        place = torch.tensor(row.action_mask).nonzero()[:, 0]
+        place = is_action.nonzero()[:, 0]
         before = logp[place - 1]
         found.append((before.gather(1, tokens[place, None])[:, 0], -(before.exp() * before).sum(-1)))
     logprobs_A, entropies_A = (torch.cat(parts) for parts in zip(*found, strict=True))

@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from numbers import Integral
 from pathlib import Path
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from ludus.core.failures import EngineError
 from ludus.core.messages import MediaSpan
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 class FinishReason(StrEnum):
@@ -125,6 +127,8 @@ def first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
 
 def checked_context(tokens: Sequence[int], vocabulary: int | None = None) -> npt.NDArray[np.int64]:
     """The tokens of a request, or an `EngineError` where a model with so many tokens cannot read them."""
+    import numpy as np  # here, because most rooms import this module and send no tokens
+
     array = np.asarray(tokens)
     if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
         raise EngineError("a context must be a non-empty list of token ids", retriable=False)
