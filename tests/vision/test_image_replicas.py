@@ -223,7 +223,7 @@ class Connected(RequestedReplica):
         self.served = ServedEngine()
         self.sent: list[int] = []
 
-    async def _request(
+    async def _ask(
         self, operation: str, head: Json | None = None, body: bytes = b""
     ) -> tuple[Json, bytes]:
         self.sent.append(len(body))
@@ -238,7 +238,7 @@ async def test_a_image_is_sent_once(trained: Trained, tmp_path: Path) -> None:
     trained.weights.write(tmp_path)
     replica = Connected()
     setup = {"folder": str(tmp_path), "version": 0, "device": "cpu", "dtype": "float32", "threads": None}
-    await replica._request("start", {**setup, "engine": ENGINE.model_dump(mode="json")})
+    await replica._ask("start", {**setup, "engine": ENGINE.model_dump(mode="json")})
     first, second = noise(1), noise(2)
     size = len(first.data or b"") + len(second.data or b"")
     tokens, media = trained.context(first, second)
