@@ -51,6 +51,8 @@ def run_findings(
 ) -> list[Json]:
     """All that was found, the worst first."""
     found = [*metric_findings(rows), *episode_findings(run, index)]
+    if all(one.severity != "error" for one in found if one.kind == "no_signal"):
+        found += _never_succeeds(run, index, is_live=is_live)
     if not is_live and (text := _stopped_early(rows, planned)):
         found.append(Finding("stopped", "note", "The run stopped before its end", text))
     order = {"error": 0, "warning": 1, "note": 2}
@@ -104,7 +106,10 @@ def _no_signal(rows: Rows) -> Iterator[Finding]:
     recent = [row for row in rows if "no_signal" in row][-_RECENT:]
     silent = [row for row in recent if row["no_signal"]]
     idle = _column(recent, "without_advantage")
-    is_silent = len(recent) >= 3 and len(silent) >= 0.5 * len(recent)
+    is_lost = (
+        len(silent) == len(recent) and _recent(recent, "success") == 0
+    )  # plain from the first step on
+    is_silent = (len(recent) >= 3 and len(silent) >= 0.5 * len(recent)) or is_lost
     if not is_silent and not (len(idle) >= 3 and _mean(idle) >= 0.9):
         return
     usual = {n: _recent(silent if is_silent else recent, n) for n in ("success", "reward", "reward_std")}
@@ -115,7 +120,9 @@ def _no_signal(rows: Rows) -> Iterator[Finding]:
         yield Finding("solved", "note", title, told, {"sort": "step"}, "success")
     elif is_silent:
         title = f"Nothing to learn from in {len(silent)} of the last {len(recent)} steps"
-        yield Finding("no_signal", "error", title, told, {"sort": "step"}, "no_signal")
+        title += f": {usual['success']:.0%} succeed" if usual["success"] <= 0.05 else ""
+        severity: Severity = "note" if _succeeds(rows) else "error"
+        yield Finding("no_signal", severity, title, told, {"sort": "step"}, "no_signal")
     else:
         title = f"{_mean(idle):.0%} of what is trained on has nothing to teach"
         told = f"Its advantage is 0. Most likely {why.likely}: {why.advice}."
@@ -255,6 +262,30 @@ def episode_findings(run: str, index: EpisodeIndex) -> Iterator[Finding]:
     )
     for check in checks:
         yield from check(run, index)
+
+
+def _never_succeeds(run: str, index: EpisodeIndex, *, is_live: bool) -> Iterator[Finding]:
+    """Not one episode has succeeded, where a reward says what success is, or none has been paid.
+
+    What an untrained model was measured at is no news while its run goes on.
+    """
+    [row] = index.rows(
+        "SELECT count(*) AS n, count(*) FILTER (success) AS good, max(reward) AS most, "
+        'bool_or(contains(parts, \'"n":"success"\')) AS is_told FROM episodes '
+        "WHERE run = ? AND success IS NOT NULL AND (step > 0 OR NOT ?)",
+        [run, is_live],
+    )
+    if row["n"] < _FEWEST_EPISODES or row["good"] or not (row["is_told"] or row["most"] <= 0):
+        return
+    yield Finding(
+        "never_succeeds",
+        "error",
+        f"No episode has succeeded: 0 of {row['n']}",
+        "Read what the model does and what it was paid for. Most often the tasks are too hard for it "
+        "(a warm start, easier tasks), or its answers lack the form that the reward looks for.",
+        {"success": "no", "sort": "reward"},
+        "success",
+    )
 
 
 def _lost(run: str, index: EpisodeIndex) -> Iterator[Finding]:
