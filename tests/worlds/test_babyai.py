@@ -17,7 +17,7 @@ from ludus.core import ConfigError, Task, ToolCall
 from ludus.envs import WORLDS, check_env
 from ludus.training import load_recipe
 
-pytest.importorskip("minigrid", reason="needs ludus[babyai]")
+pytest.importorskip("minigrid", reason="needs ludus-rl[babyai]")
 
 from ludus.worlds.babyai import (
     LEVELS,

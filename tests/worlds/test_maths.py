@@ -84,7 +84,7 @@ async def test_a_number_is_compared_as_people_write_it(answer: str, target: str,
 
 
 async def test_what_is_no_number_is_compared_as_mathematics() -> None:
-    pytest.importorskip("math_verify", reason="needs ludus[maths]")
+    pytest.importorskip("math_verify", reason="needs ludus-rl[maths]")
     assert await is_right("so \\boxed{\\pi \\cdot 4}", "4\\pi")
     assert await is_right("$x^2+1$", "\\boxed{1+x^2}")
     assert not await is_right("\\boxed{4}", "4\\pi")

@@ -30,7 +30,7 @@ def chromium(test: Any) -> Any:
     for mark in (
         pytest.mark.worlds,
         pytest.mark.timeout(900),
-        pytest.mark.skipif(not HAS_CHROMIUM, reason="needs ludus[browser] and Chromium"),
+        pytest.mark.skipif(not HAS_CHROMIUM, reason="needs ludus-rl[browser] and Chromium"),
     ):
         test = mark(test)
     return test

@@ -36,7 +36,7 @@ needs_java = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(
         find_spec("scienceworld") is None or shutil.which("java") is None,
-        reason="needs ludus[scienceworld] and Java",
+        reason="needs ludus-rl[scienceworld] and Java",
     ),
 ]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from world_play import play_expert
 
-pytest.importorskip("bm25s", reason="needs ludus[search]")
+pytest.importorskip("bm25s", reason="needs ludus-rl[search]")
 
 from ludus.chat import Renderer, load_format
 from ludus.core import ByteTokenizer, ConfigError, StopReason, ToolCall

@@ -9,7 +9,7 @@ from ludus.core import Task, ToolContext
 from ludus.envs import WORLDS, check_env
 from ludus.tools import LocalTools
 
-pytest.importorskip("minecraft_data", reason="needs ludus[textcraft]")
+pytest.importorskip("minecraft_data", reason="needs ludus-rl[textcraft]")
 
 from ludus.rollouts.rollout import tools_of
 from ludus.worlds.textcraft import TextCraft, expert, held_out_tasks, success, training_tasks

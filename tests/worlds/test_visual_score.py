@@ -31,7 +31,7 @@ def test_the_page_in_an_answer() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_CHROMIUM, reason="needs ludus[browser] and Chromium")
+@pytest.mark.skipif(not HAS_CHROMIUM, reason="needs ludus-rl[browser] and Chromium")
 async def test_a_picture_is_judged_and_not_the_source() -> None:
     from PIL import Image
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from world_play import play_expert
 
-pytest.importorskip("bm25s", reason="needs ludus[webshop]")
-pytest.importorskip("rapidfuzz", reason="needs ludus[webshop]")
+pytest.importorskip("bm25s", reason="needs ludus-rl[webshop]")
+pytest.importorskip("rapidfuzz", reason="needs ludus-rl[webshop]")
 
 from ludus.core import ConfigError, Task, ToolCall, ToolContext
 from ludus.envs import WORLDS, check_env

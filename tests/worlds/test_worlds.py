@@ -37,7 +37,7 @@ def test_what_is_not_installed_is_named_with_its_extra() -> None:
     )
     missing = world.missing()
     assert missing == [
-        "no_such_package (pip install 'ludus[worlds]')",
+        "no_such_package (pip install 'ludus-rl[worlds]')",
         "the program no-such-program",
         "data: set LUDUS_NO_SUCH_DATA to its folder (docs/envs/safe.md)",
     ]
@@ -148,7 +148,7 @@ def test_tools_without_an_environment_are_held_to_the_contract() -> None:
 def test_recipes_fit_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     world = WORLDS[name.partition("_")[0]]
     if world.missing():
-        pytest.skip(f"needs ludus[{world.extra}]")
+        pytest.skip(f"needs ludus-rl[{world.extra}]")
     recipe = load_recipe(ROOT / "recipes" / f"{name}.toml")
     parts = load_parts(recipe)
     assert parts.held_out and all(task.metadata["subtask"] for task in parts.tasks)

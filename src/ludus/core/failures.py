@@ -74,6 +74,8 @@ def most_frequent_failure(failures: Iterable[Failure]) -> str:
     return f"Most often ({count} times), at the boundary '{boundary}': {message}"
 
 
+DISTRIBUTION = "ludus-rl"
+"""What pip installs; the import and the command are called `ludus`."""
 NOTABLE_SHARE = 0.05
 """From this share of lost episodes on, people are warned."""
 
@@ -104,13 +106,18 @@ class ConfigError(LudusError):
     """A recipe, an option or an argument is wrong; the message names the key and the fix."""
 
 
+def install_command(extra: str = "") -> str:
+    """The command that installs Ludus, with what an extra brings. `ludus` on PyPI is another project."""
+    return f"pip install '{DISTRIBUTION}[{extra}]'" if extra else f"pip install {DISTRIBUTION}"
+
+
 class MissingExtraError(LudusError):
     """An optional dependency is needed; `apart` is the option of pip with which it is installed by itself."""
 
     def __init__(self, package: str, extra: str, purpose: str, *, apart: str = "") -> None:
         then = f", then pip install {apart} {package}" if apart else ""
         super().__init__(
-            f"{purpose} needs the package '{package}': pip install 'ludus[{extra}]' "
+            f"{purpose} needs the package '{package}': {install_command(extra)} "
             f"(in a clone of the repository, pip install -e '.[{extra}]'){then}"
         )
 

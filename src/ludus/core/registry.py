@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from ludus.core.failures import ConfigError, LudusError
+from ludus.core.failures import ConfigError, LudusError, install_command
 from ludus.core.user_code import error_with_location
 from ludus.core.user_files import file_problem
 
@@ -68,7 +68,8 @@ class Registry(Mapping[str, str]):
         known = f"Known: {', '.join(sorted(entries))}"
         if not entries:
             known = (
-                f"No installed package registers any ({self.group}): install Ludus again (pip install)"
+                f"No installed package registers any ({self.group}): {install_command()}, or in a clone "
+                "pip install -e ."
             )
         raise ConfigError(
             f"there is no {self.kind} called {name!r}.{hint} {known}; "

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from ludus.core.failures import ConfigError
+from ludus.core.failures import ConfigError, install_command
 from ludus.core.messages import ToolCall, ToolSet
 from ludus.core.registry import Registry, load_reference
 from ludus.core.task import Task
@@ -69,7 +69,7 @@ class EnvListing:
     name: str
     summary: str
     extra: str | None = field(default=None, kw_only=True)
-    """The extra of the package `ludus` that installs what is needed."""
+    """The extra of the package `ludus-rl` that installs what is needed."""
     packages: tuple[str, ...] = field(default=(), kw_only=True)
     """Modules that must be importable."""
     programs: tuple[str, ...] = field(default=(), kw_only=True)
@@ -83,7 +83,7 @@ class EnvListing:
         found = []
         absent = [name for name in self.packages if importlib.util.find_spec(name) is None]
         if absent:
-            found.append(f"{', '.join(absent)} (pip install 'ludus[{self.extra}]')")
+            found.append(f"{', '.join(absent)} ({install_command(self.extra or '')})")
         for program in self.programs:
             if not any(shutil.which(os.environ.get(name, name)) for name in program.split("|")):
                 found.append(f"the program {program.replace('|', ' or ')}")

@@ -11,12 +11,12 @@ import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterable
-from importlib.metadata import version
 from typing import TypeVar
 
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
+from ludus import __version__
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Json, ToolResult
 from ludus.core.strict_json import explained
@@ -94,7 +94,7 @@ class ToolApi(HttpApi):
         super().__init__(config)
         self._service, self._token = service, token
         self._started = time.monotonic()
-        self._version = version("ludus")
+        self._version = __version__
         document = openapi_document(self._version)
         self._document, self._page = dump(document), docs_page(document)
         self._requests = 0

@@ -15,11 +15,11 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from importlib.metadata import version
 from typing import Any, Protocol
 
 from aiohttp import web
 
+from ludus import __version__
 from ludus.core.failures import Aborted, ConfigError, InfraError
 from ludus.core.images import ImageError
 from ludus.core.messages import Json
@@ -120,7 +120,7 @@ class ModelApi(HttpApi):
         super().__init__(config)
         self._service = service
         self._started = time.monotonic()
-        self._version = version("ludus")
+        self._version = __version__
         self.is_draining = False
         service.metrics.watch("running", "Requests that wait for a reply.", lambda: self._running)
 
