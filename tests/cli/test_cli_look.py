@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -371,6 +372,15 @@ def test_recorded_episodes_are_shown(project: Path) -> None:
     assert said.count("=== task") == 2, "scored, and no success"
     file = next((project / run / "trajectories").glob("*1.parquet"))
     assert ludus("show", str(file), "--task", "[12]", "--full").count("=== task") == 4
+    budget = project / "measured" / "model" / "turns-1"
+    budget.mkdir(parents=True)
+    for place in (project / "measured" / "settings.json", budget.parent / "model.json"):
+        place.write_text("{}")
+    shutil.copy(file, budget / "episodes.parquet")
+    said = ludus("show", "measured", "--task", "2")
+    assert (
+        said.count("=== task") == 2 and "step 0, eval: measured/model/turns-1/episodes.parquet" in said
+    )
     for words, problem in (
         ([run, "--step", "7"], "there are episodes of the steps 0, 1"),
         ([run, "--task", "nobody"], "no episode"),
@@ -380,7 +390,8 @@ def test_recorded_episodes_are_shown(project: Path) -> None:
         (["runs/other"], "there is no run folder"),
         (["runs/other"], "; there are: runs/adding-001"),
         (["recipe.toml"], "cannot be read"),
-        ([str(project)], "neither a run's folder nor"),
+        ([str(project)], "neither a folder of a run"),
+        (["measured", "--split", "train"], "of the splits eval"),
     ):
         done = CliRunner().invoke(app, ["show", *words])
         assert done.exit_code and problem in str(done.exception)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,8 @@ from hypothesis import strategies as st
 from viewer_runs import LOST, RunningViewer, episode, ordinary_groups, running_viewer, write_run
 
 from ludus.core import ConfigError, Fault, Group, Message, Task, Trajectory
-from ludus.observe import RunFolder, RunWriter
+from ludus.observe import FolderLock, RunFolder, RunWriter
+from ludus.synth.result import ItemResult, Rejected, SynthFolder
 from ludus.training.data.conversations import read_conversations, read_labelled, read_pairs
 from ludus.training.evaluation.study import ResultsFolder
 from ludus.viewer.findings import metric_findings
@@ -433,6 +435,8 @@ def test_pipes_in_a_runs_folder_stop_nothing(tmp_path: Path) -> None:
                          "/api/tokens/run/step-000001.parquet/0", f"/api/media/run/{data}",
                          "/api/run/measured:model:turns-1", "/api/diff?run=run"):  # fmt: skip
                 assert viewer.get(path).status in (200, 404), path
+            [row] = [one for one in viewer.get("/api/runs").json["runs"] if one["name"] == "run"]
+            assert row["problem"] == "metrics.jsonl cannot be read: this is no regular file"
     finally:
         for pipe in pipes:  # who waits at one goes on
             with contextlib.suppress(OSError):
@@ -444,8 +448,14 @@ def test_links_to_files_outside_are_not_read(tmp_path: Path) -> None:
     for name in ("run", "other"):
         write_run(root / name, {1: ordinary_groups(1)})
     (tmp_path / "secret.json").write_text('{"step": 1, "password": 12345}\n')
-    for file in (root / "run" / "recipe.json", root / "other" / "metrics.jsonl"):
-        file.unlink()
+    measured = root / "measured" / "model"
+    (measured / "turns-1").mkdir(parents=True)
+    shutil.copy(
+        root / "run" / "trajectories" / "step-000001.parquet", measured / "turns-1" / "episodes.parquet"
+    )
+    for file in (root / "run" / "recipe.json", root / "other" / "metrics.jsonl", measured / "model.json",
+                 root / "measured" / "settings.json"):  # fmt: skip
+        file.unlink(missing_ok=True)
         file.symlink_to(tmp_path / "secret.json")
     with running_viewer(root) as viewer:
         viewer.settled()
@@ -454,6 +464,7 @@ def test_links_to_files_outside_are_not_read(tmp_path: Path) -> None:
             "/api/run/run",
             "/api/run/other",
             "/api/series?run=other&name=password",
+            "/api/run/measured:model:turns-1",
         ):
             assert b"12345" not in viewer.get(path).body
 
@@ -543,7 +554,11 @@ def test_broken_files_are_told_of_and_the_rest_is_shown(tmp_path: Path) -> None:
             f"step-00000{step}.parquet" for step in (2, 4, 5, 6)
         }
         runs = {run["name"]: run for run in viewer.get("/api/runs").json["runs"]}
-        assert set(runs) == {"run", "torn"} and runs["run"]["steps"] == 4 and runs["run"]["torn"] == 3
+        assert (
+            set(runs) == {"run", "torn"}
+            and runs["run"]["steps"] == 4
+            and runs["run"]["problem"] == "3 torn lines"
+        )
         assert viewer.get("/api/run/torn").json["recipe"]["(damaged)"]
         assert viewer.get("/api/episode/run/step-000002.parquet/0").status == 404
         assert viewer.get("/api/episode/run/step-000001.parquet/99").status == 404
@@ -747,6 +762,51 @@ def test_evaluations_are_listed_beside_runs(tmp_path: Path) -> None:
     with running_viewer(tmp_path / "evaluations" / "odd-001") as made:
         made.settled()
         assert len(made.get("/api/runs").json["runs"]) == 2, "the folder itself"
+
+
+def test_syntheses_and_runs_within_folders_are_listed(tmp_path: Path) -> None:
+    """What `ludus synth` keeps and leaves out; the run of `ludus mcp-rl`, and those of a sweep."""
+    first, second = (group.trajectories for group in ordinary_groups(1))
+    with SynthFolder(tmp_path / "synth" / "sums-001", {"method": "rejection"}) as made:
+        made.write_piece("play", 0, "key", ItemResult(first))
+    with running_viewer(tmp_path / "synth" / "sums-001") as viewer:
+        viewer.settled()
+        [run] = viewer.get("/api/runs").json["runs"]
+        assert run["name"] == "sums-001:parts:play" and count(viewer) == 4, "while it goes on"
+    with SynthFolder(tmp_path / "synth" / "sums-001", {"method": "rejection"}) as made:
+        made.write_examples(first, [Rejected(second[1], "wrong")])
+    for name in ("mcp-rl-001/run", "sweep-001/rate-1/seed-0", "plain"):
+        write_run(tmp_path / "runs" / name, {1: ordinary_groups(1)})
+    with running_viewer(tmp_path / "runs") as viewer:
+        viewer.settled()
+        runs = {one["name"]: one for one in viewer.get("/api/runs").json["runs"]}
+        assert set(runs) == {"sums-001", "mcp-rl-001:run", "sweep-001:rate-1:seed-0", "plain"}
+        assert runs["sums-001"]["headline"] == "kept" and runs["sums-001"]["last"] == pytest.approx(
+            4 / 5
+        )
+        assert runs["sums-001"]["kind"] == "synthesis" and runs["plain"]["kind"] == "run"
+        assert count(viewer, run="sums-001", split="rejected") == 1
+        [row] = viewer.get("/api/episodes", run="mcp-rl-001:run", limit=1).json["episodes"]
+        assert viewer.get(f"/api/episode/mcp-rl-001:run/{row['file']}/{row['row']}").status == 200
+
+
+def test_tables_of_viewers_that_were_killed_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "temporary"
+    killed, alive, foreign = (folder / f"ludus-view-{name}" for name in ("killed", "alive", "foreign"))
+    for one in (killed, alive):
+        one.mkdir(parents=True)
+    foreign.symlink_to(tmp_path, target_is_directory=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    lock = FolderLock(alive / ".lock")
+    lock.acquire()
+    for one in (killed, alive):
+        os.utime(one, (0, 0))
+    with running_viewer(tmp_path):
+        assert not killed.exists() and alive.exists() and foreign.exists()
+    lock.release()
+    assert sorted(folder.iterdir()) == [alive, foreign]
 
 
 DIGITS = "1" + "0" * 400

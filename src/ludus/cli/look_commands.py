@@ -54,10 +54,16 @@ def settings(
 
 def show(
     run: Annotated[
-        Path, typer.Argument(help="A run's folder, or a Parquet file of episodes.", show_default=False)
+        Path,
+        typer.Argument(
+            help="A folder of a run, `ludus eval` or `ludus synth`, or a Parquet file of episodes.",
+            show_default=False,
+        ),
     ],
     step: Annotated[int | None, typer.Option(min=0, help="Only episodes of this step.")] = None,
-    split: Annotated[str | None, typer.Option(help="Only train, or only eval.")] = None,
+    split: Annotated[
+        str | None, typer.Option(help="Only train, or only eval; of a synthesis, kept or rejected.")
+    ] = None,
     task: Annotated[
         str | None, typer.Option(help="Only episodes of this task: an id, or a pattern (*).")
     ] = None,
@@ -89,7 +95,10 @@ def show(
 
 def view(
     folder: Annotated[
-        Path, typer.Argument(help="A folder of runs, or one run's folder.", show_default=True)
+        Path,
+        typer.Argument(
+            help="A folder of runs, or one run's, evaluation's or synthesis's folder.", show_default=True
+        ),
     ] = Path("runs"),
     overrides: Annotated[
         list[str] | None,

@@ -20,6 +20,7 @@ from ludus.observe import (
     find_runs,
     printable,
     read_groups,
+    recorded_in,
     select_trajectories,
     tree_text,
 )
@@ -128,13 +129,16 @@ def _files(source: Path, wanted: EpisodeFilter) -> list[TrajectoryFile]:
     """The files of episodes to look at, the newest first."""
     if source.is_file():
         return [TrajectoryFile(0, "file", source)]
-    run = RunFolder(source)
     if not source.exists():
         raise ConfigError(missing_run(source))
-    if not run.is_run:
-        raise ConfigError(f"{source} is neither a run's folder nor a .parquet file of episodes")
+    recorded = [run for _, run in recorded_in(source, depth=0)]
+    if not recorded:
+        raise ConfigError(
+            f"{source} is neither a folder of a run, `ludus eval` or `ludus synth` nor a Parquet file"
+        )
     return [
         file
+        for run in recorded
         for file in reversed(run.trajectory_files())
         if wanted.step in (None, file.step) and wanted.split in (None, file.split)
     ]
@@ -165,13 +169,14 @@ def _found(
 def _hint(source: Path, files: list[TrajectoryFile], wanted: EpisodeFilter) -> str:
     if source.is_file():
         return ""
-    recorded = sorted({file.step for file in RunFolder(source).trajectory_files()})
+    recorded = sorted({file.step for file in _files(source, EpisodeFilter())})
     if not recorded:
         return ": it has recorded none (run.trajectories_every)"
     if files:
         return ""
     steps = f"{recorded[0]} to {recorded[-1]}" if len(recorded) > 8 else ", ".join(map(str, recorded))
-    return f": there are episodes of the steps {steps}, of the splits train and eval"
+    splits = sorted({file.split for file in _files(source, EpisodeFilter())})
+    return f": there are episodes of the steps {steps}, of the splits {' and '.join(splits)}"
 
 
 def _tokenizer(source: Path) -> Tokenizer:

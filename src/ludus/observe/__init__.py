@@ -61,7 +61,7 @@ from ludus.observe.report import (
     table_rich,
     tree_text,
 )
-from ludus.observe.run_folder import RunFolder, TrajectoryFile, find_runs
+from ludus.observe.run_folder import ResultFolder, RunFolder, TrajectoryFile, find_runs, recorded_in
 from ludus.observe.run_writer import RunWriter
 from ludus.observe.settings_folder import SettingsFolder, slug_of
 from ludus.observe.sinks import SINKS, JsonLinesSink, Sink, TensorBoardSink, WandbSink, read_metrics
@@ -98,6 +98,7 @@ __all__ = [
     "PairedTest",
     "Progress",
     "ReportTable",
+    "ResultFolder",
     "RunFolder",
     "RunWriter",
     "SettingsFolder",
@@ -146,6 +147,7 @@ __all__ = [
     "read_numbered_groups",
     "read_regular",
     "read_trajectories",
+    "recorded_in",
     "remove_checkpoints_after",
     "remove_directory",
     "rollout_metrics",

@@ -11,6 +11,16 @@
     audit.jsonl                      every tool call, when asked for or where MCP servers are used
     tensorboard/                     when asked for
     curve.png, report.md             what a person looks at first
+
+What `ludus eval` and `ludus synth` write is read as runs of one step, without metrics (`ResultFolder`):
+
+::
+
+    evaluations/NAME-001/settings.json                            what was measured, and how
+    evaluations/NAME-001/MODEL/model.json                         who was measured
+    evaluations/NAME-001/MODEL/turns-8[/TASK SET]/episodes.parquet, or parts/*.parquet while it goes on
+    synth/NAME-001/settings.json                                  what was asked for
+    synth/NAME-001/examples.parquet, rejected.parquet             or parts/STAGE/*.parquet while it goes on
 """
 
 from __future__ import annotations
@@ -18,9 +28,11 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Json
@@ -35,6 +47,12 @@ _log = logging.getLogger(__name__)
 
 RECIPE = "recipe.json"
 OBJECTS = "objects.json"
+SETTINGS, MODEL, PARTS = "settings.json", "model.json", "parts"
+_EPISODES, _EXAMPLES = ("episodes.parquet",), ("examples.parquet", "rejected.parquet")
+_MOST_ENTRIES = 2000
+"""How many folders are looked at within one that is no run: a viewer looks again and again."""
+_DEPTH = 2
+"""Runs of `ludus mcp-rl`, of sweeps and of rounds stand so deep within a folder of their own."""
 _TRAJECTORIES = re.compile(r"step-(\d{6,})(?:-(\w+))?\.parquet")
 
 
@@ -128,6 +146,85 @@ class RunFolder:
                 return checkpoint
             _log.warning("the checkpoint %s is left out: %s", checkpoint.path, problems[0])
         return None
+
+
+class ResultFolder(RunFolder):
+    """Episodes of `ludus eval` (one model under one budget) or `ludus synth`, and what was asked for."""
+
+    def __init__(self, path: Path, kind: str, results: Path, about: Sequence[Path] = ()) -> None:
+        super().__init__(path)
+        self.kind, self._results = kind, results
+        self.described_in = [results / SETTINGS, *about]
+        """The files that say what it is."""
+
+    @property
+    def is_run(self) -> bool:
+        return bool(self.trajectory_files())
+
+    def recipe(self) -> Json:
+        """What was asked for, in the form of a run's recipe."""
+        settings, *about = [_table(file) for file in self.described_in]
+        model = about[0] if about else settings.get("model")
+        named = {"name": model.get("label"), **model} if isinstance(model, dict) else {}
+        return {"name": self._results.name, "model": named, self.kind: settings}
+
+    def trajectory_files(self) -> list[TrajectoryFile]:
+        usual = _EPISODES if self.kind == "evaluation" else _EXAMPLES
+        files = [self.path / name for name in usual]
+        for folder in (self.path / PARTS, *([self.path] if self.path.parent.name == PARTS else [])):
+            files += sorted(folder.glob("*.parquet"))
+        split = "eval" if self.kind == "evaluation" else "kept"
+        return [
+            TrajectoryFile(0, "rejected" if file.name == _EXAMPLES[1] else split, file)
+            for file in files
+            if file.is_file()
+        ]
+
+
+def recorded_in(
+    folder: Path, name: str | None = None, depth: int = _DEPTH, left: Iterator[int] | None = None
+) -> Iterator[tuple[str, RunFolder]]:
+    """Everything with episodes in a folder, by names without slashes: the run that it is, or what it holds."""
+    name = folder.resolve().name if name is None else name
+    left = iter(range(_MOST_ENTRIES)) if left is None else left
+    if RunFolder(folder).is_run:
+        yield name, RunFolder(folder)
+        return
+    for result in _results(folder):
+        yield ":".join((name, *result.path.relative_to(folder).parts)), result
+    with suppress(OSError):
+        for entry in folder.iterdir() if depth else ():
+            if entry.name.startswith(".") or entry.is_symlink() or not entry.is_dir():
+                continue
+            if next(left, None) is None:
+                return
+            yield from recorded_in(entry, f"{name}:{entry.name}", depth - 1, left)
+
+
+def _results(folder: Path) -> Iterator[ResultFolder]:
+    """What `ludus eval` or `ludus synth` has written into a folder; nothing where it is another one."""
+    if not (folder / SETTINGS).is_file():
+        return
+    made = ResultFolder(folder, "synthesis", folder)
+    with suppress(OSError):
+        if made.is_run:
+            yield made
+        elif (folder / PARTS).is_dir():  # it goes on
+            stages = (
+                ResultFolder(stage, "synthesis", folder) for stage in sorted((folder / PARTS).iterdir())
+            )
+            yield from (stage for stage in stages if stage.is_run)
+        for model in sorted(folder.glob(f"*/{MODEL}")):
+            for budget in sorted(model.parent.glob("turns-*")):
+                for place in (budget, *sorted(one for one in budget.iterdir() if one.is_dir())):
+                    found = ResultFolder(place, "evaluation", folder, [model])
+                    if found.is_run:
+                        yield found
+
+
+def _table(path: Path) -> dict[str, Any]:
+    found = json.loads(read_regular(path))
+    return found if isinstance(found, dict) else {"(damaged)": f"{path.name} is no table"}
 
 
 def find_runs(root: str | Path = "runs") -> Sequence[RunFolder]:

@@ -200,11 +200,11 @@ class SynthFolder(SettingsFolder):
         write_trajectories(self._piece_path(stage, number), piece.trajectories, notes=[noted])
 
     def write_examples(self, kept: Sequence[Trajectory], rejected: Sequence[Rejected]) -> None:
-        write_trajectories(self.examples_path, kept)
+        write_trajectories(self.examples_path, kept, split="kept")
         told = [
             with_provenance(one.trajectory, rejected=one.reason, detail=one.detail) for one in rejected
         ]
-        write_trajectories(self.rejected_path, told)
+        write_trajectories(self.rejected_path, told, split="rejected")
 
     def write_pairs(self, pairs: Sequence[tuple[Trajectory, Trajectory]]) -> None:
         """Rows of `chosen` and `rejected` messages, which the stage dpo, TRL and `datasets` read alike."""

@@ -12,9 +12,12 @@ tried again when it changes. A file that is gone takes its episodes along.
 
 from __future__ import annotations
 
+import os
 import shutil
+import stat
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,12 +26,15 @@ from typing import TYPE_CHECKING, Any
 
 from ludus.core.failures import LudusError, MissingExtraError
 from ludus.core.messages import Json
-from ludus.observe import TrajectoryFile
+from ludus.observe import FolderLock, TrajectoryFile
 from ludus.viewer.workspace import NotFound, Workspace
 
 if TYPE_CHECKING:
     import duckdb
 
+_PREFIX = "ludus-view-"
+_NEW_SECONDS = 60.0
+"""A folder of a viewer that is so young may not have its lock yet."""
 _FILES_AT_ONCE = 16
 _BYTES_AT_ONCE = 64_000_000
 _MOST_TEXT = 16_000
@@ -221,7 +227,10 @@ class EpisodeIndex:
             raise MissingExtraError("duckdb", "view", "the viewer") from None
         self._errors = (duckdb.Error,)
         self._workspace = workspace
-        self._folder = Path(tempfile.mkdtemp(prefix="ludus-view-"))
+        _remove_leftovers()
+        self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        self._lock = FolderLock(self._folder / ".lock")
+        self._lock.acquire()
         settings = {
             "memory_limit": memory,
             "threads": threads,
@@ -240,6 +249,7 @@ class EpisodeIndex:
         with suppress(*self._errors):
             self._database.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+        self._lock.release()
 
     # What is new.
 
@@ -417,6 +427,19 @@ class EpisodeIndex:
         except self._errors as error:
             text = " ".join(str(error).split())[:300]
             raise NotFound(f"{file} cannot be read: {text}") from None
+
+
+def _remove_leftovers() -> None:
+    """Remove the tables of viewers of this user that were killed: no process holds their lock."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError, LudusError):
+            status = folder.lstat()
+            is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+            if is_own and time.time() - status.st_mtime > _NEW_SECONDS:
+                lock = FolderLock(folder / ".lock")
+                lock.acquire()
+                shutil.rmtree(folder, ignore_errors=True)
+                lock.release()
 
 
 def _literal(path: Path) -> str:

@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ludus.core.messages import Json
-from ludus.observe import definition_of
+from ludus.observe import ResultFolder, definition_of
 from ludus.viewer.episode_index import EpisodeIndex
-from ludus.viewer.evaluations import EvaluationFolder
 from ludus.viewer.findings import run_findings
 from ludus.viewer.workspace import NotFound, Workspace, plain, series_of, thinned
 
-HEADLINES = ("eval/success", "success", "reward", "eval/reward", "sft/loss", "dpo/loss", "loss")
+HEADLINES = ("kept", "eval/success", "success", "reward", "eval/reward", "sft/loss", "dpo/loss", "loss")
 """Headline metric of a run: the first of these that it has."""
 _SPARK_POINTS = 60
 SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -49,15 +48,19 @@ class RunReader:
         return {"root": str(self._workspace.root), "is_single": self._workspace.is_single, "runs": runs}
 
     def _metrics(self, name: str) -> list[Json]:
-        """The logged rows of a run; those of an evaluation are computed from its episodes."""
-        rows = self._workspace.metrics(name)
-        if rows or not isinstance(self._workspace.run(name), EvaluationFolder):
+        """The logged rows of a run; those of an evaluation or a synthesis are computed from its episodes."""
+        rows, run = self._workspace.metrics(name), self._workspace.run(name)
+        if rows or not isinstance(run, ResultFolder):
             return rows
-        sql = (
-            "SELECT avg(success::INTEGER) AS success, avg(reward) AS reward FROM episodes WHERE run = ?"
+        (found,) = self._index.rows(
+            "SELECT avg(success::INTEGER) AS success, avg(reward) AS reward, "
+            "avg((split = 'kept')::INTEGER) AS kept FROM episodes WHERE run = ? AND failure IS NULL",
+            [name],
         )
-        (found,) = self._index.rows(f"{sql} AND failure IS NULL", [name])
+        kept = found.pop("kept")
         measured = {f"eval/{key}": value for key, value in found.items() if value is not None}
+        if run.kind == "synthesis":
+            measured = measured if kept is None else {"kept": kept, **measured}
         return [{"step": 0, **measured}] if measured else []
 
     def _row(self, name: str) -> Json:
@@ -82,7 +85,8 @@ class RunReader:
             "model": plain(_model_name(recipe), 200),
             "algorithm": plain(_algorithm(recipe), 80),
             "findings": findings,
-            "torn": self._workspace.torn_lines(name),
+            "problem": self._workspace.metrics_problem(name),
+            "kind": getattr(self._workspace.run(name), "kind", "run"),
         }
 
     def detail(self, name: str) -> Json:

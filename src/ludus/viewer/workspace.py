@@ -20,8 +20,15 @@ from typing import Any
 
 from ludus.core.failures import ConfigError, LudusError
 from ludus.core.messages import Json
-from ludus.observe import RunFolder, TrajectoryFile, open_regular, read_regular
-from ludus.viewer.evaluations import EvaluationFolder, find_evaluations
+from ludus.observe import (
+    ResultFolder,
+    RunFolder,
+    TrajectoryFile,
+    open_regular,
+    read_regular,
+    recorded_in,
+)
+from ludus.observe.run_folder import RECIPE
 
 _RECENT_SECONDS = 900.0
 """A run on another machine counts as going on for so long after its last write."""
@@ -41,11 +48,14 @@ class MetricsTail:
     path: Path
     rows: list[Json] = field(default_factory=list)
     torn: int = 0
+    problem: str = ""
+    """Why the file cannot be read."""
     _offset: int = 0
     _inode: tuple[int, int] = (0, 0)
 
     def refresh(self) -> list[Json]:
         """All rows so far. A file that was replaced or cut, as by a resumed run, is read again."""
+        self.problem = ""
         try:
             with open_regular(self.path) as file:
                 status = os.fstat(file.fileno())
@@ -64,8 +74,10 @@ class MetricsTail:
                     self._take(whole)
                     self._offset += len(whole) + 1
                     file.seek(self._offset)
-        except OSError:
+        except OSError as error:
             self.rows, self._offset, self._inode = [], 0, (0, 0)
+            if not isinstance(error, FileNotFoundError):
+                self.problem = f"{self.path.name} cannot be read: {error.strerror}"
         return self.rows
 
     def _take(self, lines: bytes) -> None:
@@ -98,7 +110,7 @@ class RunStatus:
 
 
 class Workspace:
-    """The runs and evaluations below a folder, or the one that the folder is."""
+    """The runs, evaluations and syntheses below a folder, or the one that the folder is."""
 
     def __init__(self, root: Path) -> None:
         if not root.exists():
@@ -107,8 +119,9 @@ class Workspace:
             raise ConfigError(f"{root} is a file; give a run's folder, or a folder of runs")
         self.root = root.resolve()
         self.is_single = RunFolder(self.root).is_run
-        beside = self.root.parent / "evaluations"  # where `ludus eval` writes
-        self._roots = [self.root, *([beside] if self.root.name == "runs" and beside.is_dir() else [])]
+        # where `ludus eval` and `ludus synth` write
+        beside = [self.root.parent / name for name in ("evaluations", "synth")]
+        self._roots = [self.root, *(one for one in beside if self.root.name == "runs" and one.is_dir())]
         self._tails: dict[str, MetricsTail] = {}
         self._lock = threading.Lock()
 
@@ -126,18 +139,21 @@ class Workspace:
         return {name: run for _, name, run in sorted(found, key=lambda one: one[:2])}
 
     def _found(self) -> Iterator[tuple[str, RunFolder]]:
-        """Runs and evaluations by name; the folder itself may be that of an evaluation."""
-        yield from ((one.name, one) for one in find_evaluations(self.root))
+        """All that was recorded, by name; the folder itself may be that of an evaluation or a synthesis."""
+        yield from (one for one in recorded_in(self.root, depth=0) if self._is_own(one[1]))
         for root in self._roots:
             with suppress(OSError):
                 for entry in root.iterdir():
                     with suppress(OSError):
-                        if not entry.is_dir() or not self._is_inside(entry):
-                            continue
-                        if RunFolder(entry).is_run and self._is_inside(entry / "recipe.json"):
-                            yield entry.name, RunFolder(entry)
-                            continue
-                        yield from ((one.name, one) for one in find_evaluations(entry))
+                        if entry.is_dir() and self._is_inside(entry):
+                            yield from (
+                                one for one in recorded_in(entry, entry.name) if self._is_own(one[1])
+                            )
+
+    def _is_own(self, run: RunFolder) -> bool:
+        """Whether what says what it is stands in here, too."""
+        about = run.described_in if isinstance(run, ResultFolder) else [run.path / RECIPE]
+        return all(self._is_inside(file) for file in about)
 
     def run(self, name: str) -> RunFolder:
         """The run of that name; `NotFound` where there is none."""
@@ -186,10 +202,11 @@ class Workspace:
             tail = self._tails.setdefault(name, MetricsTail(run.metrics_path))
             return list(tail.refresh()) if self._is_inside(run.metrics_path) else []
 
-    def torn_lines(self, name: str) -> int:
-        """Lines of the metrics that could not be read."""
+    def metrics_problem(self, name: str) -> str:
+        """What of the metrics could not be read."""
         tail = self._tails.get(name)
-        return tail.torn if tail is not None else 0
+        torn = f"{tail.torn} torn lines" if tail is not None and tail.torn else ""
+        return (tail.problem if tail is not None else "") or torn
 
     def status(self, name: str) -> RunStatus:
         """Whether a process writes the run. Its lock is read and not tried: that would disturb a writer."""
@@ -220,8 +237,8 @@ def _holds_lock(lock: Path, pid: int) -> bool:
 
 def _last_write(run: RunFolder) -> float:
     found = 0.0
-    own = [file.path for file in run.trajectory_files()] if isinstance(run, EvaluationFolder) else []
-    for path in (run.metrics_path, run.trajectories_path, run.path / "recipe.json", *own):
+    own = [file.path for file in run.trajectory_files()] if isinstance(run, ResultFolder) else []
+    for path in (run.metrics_path, run.trajectories_path, run.path / RECIPE, *own):
         with suppress(OSError):
             found = max(found, path.stat().st_mtime)
     return found

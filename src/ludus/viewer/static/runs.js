@@ -60,7 +60,7 @@ function card(run, chosen) {
       h("div", { class: "row small soft" },
         run.live ? h("span", { class: "chip good" }, h("span", { class: "live-dot" }), "training") : h("span", { class: "faint" }, ago(run.updated)),
         run.algorithm && h("span", { class: "chip" }, plain(run.algorithm)), run.model && h("span", { class: "faint" }, plain(run.model.split("/").slice(-2).join("/"))),
-        worst > 0 && h("span", { class: "chip bad" }, `${worst} to look at`), run.torn > 0 && h("span", { class: "chip warn" }, `${run.torn} torn lines`))),
+        worst > 0 && h("span", { class: "chip bad" }, `${worst} to look at`), run.problem && h("span", { class: "chip warn" }, plain(run.problem)))),
     h("div", { class: "number" }, h("span", { class: "small faint" }, run.headline || "no metrics"), h("b", {}, shown(run.headline, run.last)),
       change !== null && h("span", { class: `small ${change > 0 ? "reward good" : change < 0 ? "reward bad" : "faint"}` }, `${change > 0 ? "+" : ""}${isRatio(run.headline) ? `${(100 * change).toFixed(0)} pts` : number(change)}`)),
     h("div", { class: "wide" }, sparkline(run.spark)),
