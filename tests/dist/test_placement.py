@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from ludus.core import ConfigError, Task, ToolCall, ToolContext
 from ludus.dist import RayPlacement
-from ludus.dist.cluster import Claim, Node, check_room, interface_of, join_ray
-from ludus.dist.status import look
+from ludus.dist.cluster import Claim, Node, check_room, interface_of, join_ray, look
 from ludus.training import Recipe
 
 MINIMAL = {"name": "x", "model": {"scratch": {}}, "tasks": {"train": "x.py:y"}, "rl": {"steps": 1}}

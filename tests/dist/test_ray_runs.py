@@ -29,7 +29,7 @@ from test_replica_runs import assert_close, assert_same_episodes
 from training_helpers import TINY, add, even, expert, tasks
 
 import ludus
-from ludus.dist.status import ActorStatus, look
+from ludus.dist.cluster import ActorStatus, look
 from ludus.observe import RunFolder
 from ludus.training import Recipe
 

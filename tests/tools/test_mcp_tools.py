@@ -22,7 +22,7 @@ from ludus.core.messages import ToolCall, ToolContext, ToolResult
 from ludus.core.task import Task
 from ludus.tools.library import build_toolset
 from ludus.tools.mcp import MCPServerConfig, is_mcp, mcp_tools
-from ludus.tools.mcp.stdio import LineSplitter, LongLine
+from ludus.tools.mcp.servers import LineSplitter, LongLine
 from ludus.tools.mcp.toolset import MCPTools
 
 SERVER = Path(__file__).parent / "mcp_server.py"
@@ -207,7 +207,7 @@ async def test_an_answer_that_is_no_json_rpc_is_a_failure_of_the_server_at_once(
 
 
 async def test_slow_is_not_hanging(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ludus.tools.mcp.stdio._GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("ludus.tools.mcp.servers._GRACE_SECONDS", 0.2)
     monkeypatch.setattr("ludus.tools.mcp.connection._PROBE_SECONDS", 0.2)
     async with server(timeout=0.2) as tools:
         await tools.open(CONTEXT)
@@ -254,7 +254,7 @@ async def test_huge_and_garbled_output(caplog: pytest.LogCaptureFixture) -> None
 async def test_servers_that_cannot_be_used(
     options: list[str], settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ludus.tools.mcp.stdio._GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("ludus.tools.mcp.servers._GRACE_SECONDS", 0.2)
     async with server(*options, **settings) as tools:
         with pytest.raises(ConfigError, match=message):
             await tools.open(CONTEXT)

@@ -14,13 +14,15 @@ from hypothesis import strategies as st
 from ludus.core import ConfigError, Fault, Media, Task, ToolContext, ToolResult, ToolSpec
 from ludus.tools import Tool, tool
 from ludus.tools.recording import label_of
-from ludus.tools.recording.keys import next_history, result_digest, root_history
 from ludus.tools.recording.records import (
     BadRecord,
     decode_result,
     decode_specs,
     encode_result,
     encode_specs,
+    next_history,
+    result_digest,
+    root_history,
 )
 from ludus.tools.versions import (
     Unkeyable,

@@ -16,8 +16,7 @@ from pydantic import BaseModel
 
 from ludus.core import Fault, Task, ToolContext, ToolFault
 from ludus.tools import tool
-from ludus.tools.arguments import validate_arguments
-from ludus.tools.signature import signature_of
+from ludus.tools.signature import signature_of, validate_arguments
 
 CONTEXT = ToolContext("episode", Task.of("go"))
 

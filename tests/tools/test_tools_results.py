@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from ludus.core import ByteTokenizer, Media, ToolResult
 from ludus.tools import OutputLimits
-from ludus.tools.results import cut, result_of, text_of
+from ludus.tools.calling import cut, result_of, text_of
 
 NOTE = re.compile(r"\n\.\.\. \[([\d,]+) characters left out\] \.\.\.\n")
 

@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 
 from ludus.core import ConfigError, ToolContext, ToolResult
 from ludus.tools import Tool, tool
-from ludus.tools.signature import children
+from ludus.tools.json_schema import children
 
 
 class Colour(enum.Enum):

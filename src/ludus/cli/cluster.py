@@ -6,8 +6,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from ludus.dist.cluster import Node
-from ludus.dist.status import ActorStatus, ClusterStatus
+from ludus.dist.cluster import ActorStatus, ClusterStatus, Node
 
 
 def cluster_table(status: ClusterStatus) -> Group:

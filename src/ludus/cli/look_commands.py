@@ -174,7 +174,7 @@ def cluster(
     import json
 
     from ludus.cli.cluster import print_cluster
-    from ludus.dist.status import look
+    from ludus.dist.cluster import look
 
     status = look(address)
     if as_json:

@@ -3,7 +3,7 @@
 The only room that imports ray. `training` asks for it by name (`RayPlacement`), the tool server by `RayHost`.
 """
 
+from ludus.dist.actors import RayHost
 from ludus.dist.placement import RayPlacement
-from ludus.dist.tools import RayHost
 
 __all__ = ["RayHost", "RayPlacement"]

@@ -6,25 +6,26 @@ some. Rank 0 is the process of `ludus train`: an actor holds its place on its no
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import os
+import subprocess
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ludus.core.failures import ConfigError
 from ludus.core.generation import Engine
 from ludus.core.messages import ToolSet
-from ludus.dist.actors import RunActor
-from ludus.dist.cluster import Claim, RayCluster, in_group, interface_of, load_ray, on_node
+from ludus.dist.actors import HostedEnvs, HostSessions, RayHost, RewardHost, RunActor, hosted
+from ludus.dist.cluster import Claim, RayCluster, cause_of, in_group, interface_of, load_ray, on_node
 from ludus.dist.engines import RayReplica, WeightObjects
-from ludus.dist.ranks import RankActor, RayRank
-from ludus.dist.rewards import RewardHost, hosted
-from ludus.dist.tools import HostedEnvs, HostSessions, RayHost
 from ludus.engine import EngineConfig
 from ludus.engine.replicas import ReplicaSettings
 from ludus.envs.served import LOADER as ENV_LOADER
 from ludus.tools.hosting import ToolReference
 from ludus.tools.hosting.host import LOADER as TOOL_LOADER
+from ludus.training.ranks.processes import spawn_rank
 
 _SEAT_SECONDS = 60.0
 
@@ -154,3 +155,62 @@ class RayPlacement:
                 await host.stop()
         finally:
             self.cluster.close()
+
+
+class RankActor(RunActor):
+    """One rank."""
+
+    async def serve(self, variables: Mapping[str, str]) -> int:
+        """Run the rank; its exit code."""
+        if Path.cwd() != Path(self._folder):
+            raise ConfigError(
+                f"this node has no folder {self._folder}: every trainer rank writes its part of a checkpoint "
+                "into the run's folder, which must be on storage that all nodes share"
+            )
+        address = load_ray().util.get_node_ip_address()
+        interface = interface_of(address)
+        if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
+        # Ray shows an actor its own GPU only, so that this is the first one
+        process = spawn_rank({**variables, "LOCAL_RANK": "0"})
+        await self.tell({"pid": process.pid})
+        code: int = await asyncio.to_thread(process.wait)
+        return code
+
+
+class RayRank:
+    """A rank as `ludus.training.ranks` knows processes."""
+
+    def __init__(self, cluster: RayCluster, actor: Any, variables: Mapping[str, str]) -> None:
+        self._cluster, self._actor = cluster, actor
+        self._code = actor.serve.remote(dict(variables))
+        self._how = ""
+
+    def poll(self) -> int | None:
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        ray = load_ray()
+        done, _ = ray.wait([self._code], timeout=timeout)
+        if not done:
+            raise subprocess.TimeoutExpired("a trainer rank", timeout or 0)
+        try:
+            code: int = ray.get(self._code)
+        except ray.exceptions.RayTaskError as error:
+            self._how = f"could not be started ({error.cause})"
+            return 1
+        except ray.exceptions.RayError as error:
+            self._how = f"was lost with its Ray actor ({cause_of(error)})"
+            return 1
+        return code
+
+    def kill(self) -> None:
+        self._cluster.kill(self._actor)
+
+    @property
+    def how(self) -> str:
+        """How it was lost, where that is more than an exit code."""
+        return self._how

@@ -36,7 +36,7 @@ from ludus.envs.world import ExpertMoves
 from ludus.rewards import reward
 from ludus.sandbox import Limits, Session, SessionEnded, shared_sandbox
 from ludus.tools import FunctionTool
-from ludus.tools.results import text_of
+from ludus.tools.calling import text_of
 
 _LIMITS = Limits(wall_seconds=5.0, cpu_seconds=60.0, memory_mb=256, processes=8, disk_mb=16)
 _MOST_STATE = 40_000

@@ -23,7 +23,7 @@ from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSpec
 from ludus.core.user_code import error_with_location
 from ludus.envs.env import Observation, ShowActions, call_env, step_env, takes_text
 from ludus.tools import LocalTools, Tool
-from ludus.tools.results import Encode
+from ludus.tools.calling import Encode
 from ludus.tools.signature import Signature, signature_of
 from ludus.tools.tool import Limiter
 

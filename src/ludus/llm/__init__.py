@@ -4,13 +4,12 @@
 of one. Judges, rubrics and synthesis use nothing else.
 """
 
-from ludus.llm.address import API_KEY, Address, is_address
-from ludus.llm.cache import CachedChatModel
 from ludus.llm.config import ChatModelConfig, load_chat_model
-from ludus.llm.http import ModelServerClient
+from ludus.llm.http import API_KEY, Address, ModelServerClient, is_address
 from ludus.llm.json_reply import JsonReply, UnusableReply, ask_json, parse_json
 from ludus.llm.limits import (
     BudgetExceeded,
+    CachedChatModel,
     ChatBudget,
     ChatLimits,
     ChatUsage,

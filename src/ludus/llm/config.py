@@ -17,10 +17,8 @@ from ludus.core.config import Config, Place, cache_folder, toml_table
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Message
 from ludus.core.registry import Registry
-from ludus.llm.address import Address, is_address
-from ludus.llm.cache import CachedChatModel
-from ludus.llm.http import ModelServerClient
-from ludus.llm.limits import ChatBudget, ChatLimits, LimitedChatModel
+from ludus.llm.http import Address, ModelServerClient, is_address
+from ludus.llm.limits import CachedChatModel, ChatBudget, ChatLimits, LimitedChatModel
 from ludus.llm.remote import RemoteChatModel
 from ludus.remote.client import RetryPolicy
 from ludus.remote.threads import run_sync

@@ -8,17 +8,25 @@ budget could run out with what is in flight, for one of these to end. These wait
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
+import json
 import math
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
+
+from pydantic import TypeAdapter
 
 from ludus.core.chat import ChatModel, ChatOptions, ChatReply
 from ludus.core.messages import Message
+from ludus.core.strict_json import decode
 from ludus.llm.remote import ChatError
-from ludus.remote.per_loop import PerLoop
+from ludus.remote.threads import PerLoop, run_sync
 
 _BURST_SECONDS = 10.0
 _CHARS_PER_TOKEN = 3
@@ -238,3 +246,104 @@ def _prompt_tokens(messages: Sequence[Message]) -> int:
     """About how many; servers count more exactly, after the fact."""
     chars = sum(len(message.content) for message in messages)
     return 1 + chars // _CHARS_PER_TOKEN + _IMAGE_TOKENS * sum(len(m.media) for m in messages)
+
+
+_REPLY = TypeAdapter(ChatReply)
+
+
+def request_key(name: str, messages: Sequence[Message], options: ChatOptions) -> str:
+    """Cache key of a request."""
+    said = [
+        {**message.as_chat(), "media": [[item.kind, item.sha256] for item in message.media]}
+        for message in messages
+    ]
+    text = json.dumps([1, name, said, asdict(options)], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).hexdigest()
+
+
+class ReplyFolder:
+    """Answers by key, as files. What cannot be read is no answer; what cannot be written is left out."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).expanduser()
+
+    def read(self, key: str) -> ChatReply | None:
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            return decode(_REPLY, json.loads(self._file(key).read_bytes()))
+        return None
+
+    def write(self, key: str, reply: ChatReply) -> None:
+        file = self._file(key)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_name(f".{key}.{secrets.token_hex(4)}")
+        try:
+            part.write_text(json.dumps(asdict(reply)), encoding="utf-8")
+            part.replace(file)
+        finally:
+            part.unlink(missing_ok=True)
+
+    def remove(self, key: str) -> None:
+        with contextlib.suppress(OSError):
+            self._file(key).unlink()
+
+    def _file(self, key: str) -> Path:
+        return self.folder / key[:2] / f"{key}.json"
+
+
+@dataclass(slots=True)
+class _Shared:
+    task: asyncio.Task[ChatReply]
+    callers: int = 0
+
+
+class CachedChatModel:
+    """A model whose answers are kept in a folder; equal requests at the same time are one request."""
+
+    def __init__(self, inner: ChatModel, folder: str | Path) -> None:
+        self.inner, self._store = inner, ReplyFolder(folder)
+        self.usage = inner.usage if isinstance(inner, CountsUsage) else ChatUsage()
+        self._shared: dict[tuple[int, str], _Shared] = {}
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    async def chat(self, messages: Sequence[Message], options: ChatOptions = ChatOptions()) -> ChatReply:  # noqa: B008 - frozen
+        key = request_key(self.name, messages, options)
+        place = (id(asyncio.get_running_loop()), key)
+        shared = self._shared.get(place)
+        joins = shared is not None
+        if shared is None:
+            shared = _Shared(asyncio.create_task(self._find_or_ask(key, messages, options)))
+            self._shared[place] = shared
+            shared.task.add_done_callback(lambda _: self._shared.pop(place, None))
+        shared.callers += 1
+        try:
+            reply = await asyncio.shield(shared.task)
+        finally:
+            shared.callers -= 1
+            if shared.callers == 0 and not shared.task.done():  # no caller waits for it any more
+                shared.task.cancel()
+                self._shared.pop(place, None)
+        if joins or reply.is_cached:
+            self.usage.cached += 1
+            reply = replace(reply, is_cached=True)
+        return reply
+
+    async def forget(self, messages: Sequence[Message], options: ChatOptions) -> None:
+        """Ask again the next time."""
+        await run_sync(self._store.remove, request_key(self.name, messages, options))
+
+    async def close(self) -> None:
+        await self.inner.close()
+
+    async def _find_or_ask(
+        self, key: str, messages: Sequence[Message], options: ChatOptions
+    ) -> ChatReply:
+        found = await run_sync(self._store.read, key)
+        if found is not None:
+            return replace(found, is_cached=True)
+        reply = await self.inner.chat(messages, options)
+        with contextlib.suppress(OSError):  # a full disk loses answers, not the run
+            await run_sync(self._store.write, key, reply)
+        return reply

@@ -14,10 +14,9 @@ from typing import Any
 from ludus.core.chat import ChatOptions, ChatReply
 from ludus.core.failures import Boundary, InfraError
 from ludus.core.messages import Json, Media, Message
-from ludus.llm.address import Address
-from ludus.llm.http import ModelServerClient, checked_text, first_choice, refusal, token_count
+from ludus.llm.http import Address, ModelServerClient, checked_text, first_choice, refusal, token_count
 from ludus.remote.client import BadResponse, RequestFailed, RetryPolicy
-from ludus.remote.per_loop import PerLoop
+from ludus.remote.threads import PerLoop
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ludus.core.failures import MissingExtraError
 from ludus.core.messages import Json
-from ludus.remote.per_loop import PerLoop
+from ludus.remote.threads import PerLoop
 
 if TYPE_CHECKING:
     import aiohttp

@@ -1,6 +1,6 @@
 """A child process that answers requests: the side of its parent (`ServiceProcess`), and its program.
 
-    process = ServiceProcess("ludus.tools.hosting.worker:HostedTools", hang_seconds=60.0)
+    process = ServiceProcess("ludus.tools.hosting.host:HostedTools", hang_seconds=60.0)
     reply, _ = await process.start({"references": [...]})
     reply, body = await process.request("call", {...})
     await process.kill()

@@ -5,8 +5,8 @@ Packages below: `library` (tools that come with Ludus), `recording` (record and 
 processes behind the tool server), `mcp` (the tools of MCP servers); `remote` has the tools of a tool server.
 """
 
+from ludus.tools.calling import OutputLimits
 from ludus.tools.json_schema import example_of
-from ludus.tools.results import OutputLimits
 from ludus.tools.tool import FunctionTool, Tool, tool
 from ludus.tools.toolset import (
     CombinedTools,

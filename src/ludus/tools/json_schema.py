@@ -1,4 +1,5 @@
-"""A tool's JSON Schema: whether arguments fit it, mistakes in it, and values that it allows.
+"""JSON Schemas of tools: tidied for a model, put into words, checked, used to check arguments and to make
+examples.
 
 The check of arguments is safe with schemas from strangers. It knows the keywords that tools use and ignores the
 rest, of which the server is the judge: `pattern` and `format` above all, since matching a hostile regular
@@ -9,21 +10,22 @@ makes it explode, the check ends, and again the server decides.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
 from ludus.core.messages import Json
-from ludus.tools.arguments import show
 
 _MOST_STEPS = 5_000
 _DEEPEST = 40
 _MOST_PROBLEMS = 8
 _TEXTS = ("alpha", "7", "beta, gamma = 3")
 _DEEPEST_EXAMPLE = 8
-_TABLES = ("properties", "$defs", "definitions", "patternProperties")
+_MAPS = ("properties", "$defs", "definitions", "patternProperties")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SINGLE = ("items", "additionalProperties", "not")
+_SINGLES = ("items", "additionalProperties", "propertyNames", "contains", "not")
+_FIRST = ("type", "description", "enum", "properties", "required")
+_REFERENCE = "#/$defs/"
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "object": dict,
     "array": list,
@@ -221,13 +223,13 @@ def _is_there(reference: str, root: Any) -> bool:
 
 def _inner(one: Mapping[str, Any], place: str) -> Iterator[tuple[str, Any]]:
     start = f"{place}." if place else ""
-    for key in _TABLES:
+    for key in _MAPS:
         if isinstance(table := one.get(key), Mapping):
             yield from ((f"{start}{key}.{str(name)[:80]}", inner) for name, inner in table.items())
     for key in _LISTS:
         if isinstance(options := one.get(key), list):
             yield from ((f"{start}{key}[{number}]", inner) for number, inner in enumerate(options))
-    yield from ((f"{start}{key}", one[key]) for key in _SINGLE if key in one)
+    yield from ((f"{start}{key}", one[key]) for key in _SINGLES if key in one)
 
 
 # Values that a schema allows
@@ -261,3 +263,151 @@ def example_of(schema: Json, variant: int, depth: int = 0) -> Any:
         return None
     text = _TEXTS[variant % len(_TEXTS)]
     return text.ljust(schema.get("minLength", 0), "x")[: schema.get("maxLength")]
+
+
+# JSON Schemas as models like to read them: no titles, no indirection, closed objects
+
+
+def tidy(schema: Json) -> Json:
+    """A schema without titles, with references inlined unless they are recursive."""
+    definitions: dict[str, Json] = schema.get("$defs", {})
+    recursive = {name for name in definitions if name in _reachable(name, definitions)}
+    inline = {name: body for name, body in definitions.items() if name not in recursive}
+    body = {key: value for key, value in schema.items() if key != "$defs"}
+    result = _tidied(body, inline)
+    if recursive:
+        result["$defs"] = {name: _tidied(definitions[name], inline) for name in sorted(recursive)}
+    return result
+
+
+def children(schema: Json) -> Iterator[Json]:
+    """The schemas directly inside `schema`."""
+    for key in _MAPS:
+        yield from (value for value in schema.get(key, {}).values() if isinstance(value, dict))
+    for key in _SINGLES:
+        if isinstance(schema.get(key), dict):
+            yield schema[key]
+    for key in _LISTS:
+        yield from (value for value in schema.get(key, ()) if isinstance(value, dict))
+
+
+def is_loose(schema: Json) -> bool:
+    """Whether a schema leaves open what some value is: any value, or a list or an object of any."""
+    if not schema.keys() & {"type", "enum", "const", "$ref", *_LISTS}:
+        return True
+    kind = schema.get("type")
+    if kind == "array" and not schema.keys() & {"items", "prefixItems"}:
+        return True
+    extra = schema.get("additionalProperties", not schema.get("properties"))
+    if kind == "object" and extra is True:
+        return True
+    return any(map(is_loose, children(schema)))
+
+
+def _reachable(name: str, definitions: Mapping[str, Json]) -> set[str]:
+    found: set[str] = set()
+    pending = [definitions[name]]
+    while pending:
+        schema = pending.pop()
+        target = str(schema.get("$ref", "")).removeprefix(_REFERENCE)
+        if target in definitions and target not in found:
+            found.add(target)
+            pending.append(definitions[target])
+        pending.extend(children(schema))
+    return found
+
+
+def _tidied(schema: Json, inline: Mapping[str, Json]) -> Json:
+    target = str(schema.get("$ref", "")).removeprefix(_REFERENCE)
+    if target in inline:
+        rest = {key: value for key, value in schema.items() if key != "$ref"}
+        schema = {**inline[target], **rest}
+        return _tidied(schema, inline)
+    result: Json = {}
+    for key, value in sorted(schema.items(), key=_reading_order):
+        if key in ("title", "discriminator"):
+            continue
+        if key in _MAPS:
+            result[key] = {name: _tidied(inner, inline) for name, inner in value.items()}
+        elif key in _SINGLES and isinstance(value, dict):
+            result[key] = _tidied(value, inline)
+        elif key in _LISTS:
+            result[key] = [_tidied(inner, inline) for inner in value]
+        else:
+            result[key] = value
+    if "properties" in result:
+        result.setdefault("additionalProperties", False)
+    return result
+
+
+def _reading_order(item: tuple[str, Any]) -> int:
+    return _FIRST.index(item[0]) if item[0] in _FIRST else len(_FIRST)
+
+
+def at_path(schema: Json, path: Sequence[str | int]) -> Json:
+    """The part of a tidied schema that speaks of the value at `path`; {} where it says nothing."""
+    definitions = schema.get("$defs", {})
+    for step in path:
+        found = (_step(option, step) for option in _options(schema, definitions))
+        schema = next((inner for inner in found if inner is not None), {})
+    return schema
+
+
+def _options(schema: Json, definitions: Mapping[str, Json]) -> Iterator[Json]:
+    target = str(schema.get("$ref", "")).removeprefix(_REFERENCE)
+    schema = definitions.get(target, schema)
+    yield schema
+    for key in ("anyOf", "oneOf"):
+        for option in schema.get(key, ()):
+            yield from _options(option, definitions)
+
+
+def _step(schema: Json, step: str | int) -> Json | None:
+    inner: Any = None
+    if isinstance(step, int):
+        prefix = schema.get("prefixItems", ())
+        inner = prefix[step] if 0 <= step < len(prefix) else schema.get("items")
+    else:
+        inner = schema.get("properties", {}).get(step, schema.get("additionalProperties"))
+    return inner if isinstance(inner, dict) else None
+
+
+def describe(schema: Json) -> str:
+    """A schema in a few words: "integer", "list of string", "one of 'a', 'b'"."""
+    if "enum" in schema or "const" in schema:
+        options = schema.get("enum", [schema.get("const")])
+        shown = ", ".join(json.dumps(option, ensure_ascii=False) for option in options)
+        return shown if len(options) == 1 else f"one of {shown}"
+    for key in ("anyOf", "oneOf"):
+        if key in schema:
+            return " or ".join(dict.fromkeys(describe(option) for option in schema[key]))
+    kind = schema.get("type")
+    if kind == "array":
+        if "prefixItems" in schema:
+            return f"list of [{', '.join(describe(item) for item in schema['prefixItems'])}]"
+        return f"list of {describe(schema['items'])}" if schema.get("items") else "list"
+    if kind == "object" and schema.get("properties"):
+        return f"object with {', '.join(schema['properties'])}"
+    if isinstance(kind, list):
+        return " or ".join(kind)
+    if kind is None:
+        return "object" if "$ref" in schema else "any value"
+    return str(kind)
+
+
+def show(value: Any) -> str:
+    """A value in a few words, at a cost that does not depend on its size or depth."""
+    if isinstance(value, str):
+        return json.dumps(value[:80], ensure_ascii=False) + ("..." if len(value) > 80 else "")
+    if isinstance(value, dict):
+        keys = ", ".join(str(key)[:30] for key in list(value)[:5])
+        return f"an object with {len(value)} keys ({keys})" if value else "an empty object"
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    if isinstance(value, int) and value.bit_length() > 256:
+        return "a very large number"
+    return (
+        json.dumps(value)
+        if value is None or isinstance(value, (bool, int, float))
+        else type(value).__name__
+    )

@@ -1,33 +1,37 @@
-"""A tool's signature: from type hints and docstring to a JSON Schema and a validator."""
+"""A tool's signature, from type hints and docstring, and the arguments of a call, checked by it.
+
+What already fits is taken as it is. Where something does not, gentle repairs are tried at that place only: a
+list or an object that was written as a JSON string is read, a lone value becomes a list of one, a number and
+its text stand for each other in a choice, and null means "left out" where there is a default. What still does
+not fit is explained to the model, parameter by parameter.
+"""
 
 from __future__ import annotations
 
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from types import SimpleNamespace
 from typing import Annotated, Any, NotRequired, get_args, get_origin, get_type_hints
 
 import docstring_parser
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic import Field as SchemaField
 from pydantic.errors import PydanticUserError
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 from typing_extensions import TypedDict
 
-from ludus.core.failures import ConfigError
+from ludus.core.failures import ConfigError, Fault, ToolFault
 from ludus.core.messages import Json, ToolContext, ToolResult
+from ludus.tools.calling import clean
+from ludus.tools.json_schema import at_path, describe, is_loose, show, tidy
 
 _CONFIG = ConfigDict(extra="forbid")
 _INFERRED = (str, int, float, bool)
 _MISSING = inspect.Parameter.empty
-_MAPS = ("properties", "$defs", "patternProperties")
-_SINGLES = ("items", "additionalProperties", "propertyNames", "contains", "not")
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_FIRST = ("type", "description", "enum", "properties", "required")
-_REFERENCE = "#/$defs/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,131 +245,200 @@ def parse_docstring(text: str | None) -> Documentation:
     return Documentation("\n\n".join(parts), parameters)
 
 
-# JSON Schemas as models like to read them: no titles, no indirection, closed objects
+# Arguments as a model writes them
+Path = tuple[str | int, ...]
+Problem = Mapping[str, Any]
+
+_ROUNDS = 4
+_MOST_LINES = 12
+_MOST_JSON = 1_000_000
+_LIST_KINDS = {"list_type", "tuple_type", "set_type", "frozen_set_type", "iterable_type"}
+_OBJECT_KINDS = {"dict_type", "mapping_type", "dataclass_type", "model_type", "model_attributes_type"}
+_CHOICES = {"literal_error", "enum"}
+_UNKNOWN = {"extra_forbidden", "unexpected_keyword_argument"}
+_MISSING_KINDS = {
+    "missing",
+    "missing_argument",
+    "missing_keyword_only_argument",
+    "missing_positional_only_argument",
+}
+_DEEPEST = 200
 
 
-def tidy(schema: Json) -> Json:
-    """A schema without titles, with references inlined unless they are recursive."""
-    definitions: dict[str, Json] = schema.get("$defs", {})
-    recursive = {name for name in definitions if name in _reachable(name, definitions)}
-    inline = {name: body for name, body in definitions.items() if name not in recursive}
-    body = {key: value for key, value in schema.items() if key != "$defs"}
-    result = _tidied(body, inline)
-    if recursive:
-        result["$defs"] = {name: _tidied(definitions[name], inline) for name in sorted(recursive)}
-    return result
+def validate_arguments(signature: Signature, arguments: Any, tool: str) -> dict[str, Any]:
+    """Values by parameter name; a `ToolFault` (BAD_ARGUMENTS) tells the model what was wrong."""
+    raw = _as_object(arguments, tool)
+    try:
+        return _validated(signature, raw, tool)
+    except (RecursionError, OverflowError, MemoryError, ValueError, TypeError) as error:
+        if isinstance(error, ValidationError):
+            raise
+        raise _bad(tool, ["they are nested too deeply or too large to be read"]) from error
 
 
-def children(schema: Json) -> Iterator[Json]:
-    """The schemas directly inside `schema`."""
-    for key in _MAPS:
-        yield from (value for value in schema.get(key, {}).values() if isinstance(value, dict))
-    for key in _SINGLES:
-        if isinstance(schema.get(key), dict):
-            yield schema[key]
-    for key in _LISTS:
-        yield from (value for value in schema.get(key, ()) if isinstance(value, dict))
+def _validated(signature: Signature, raw: dict[str, Any], tool: str) -> dict[str, Any]:
+    problems: Sequence[Problem] = ()
+    for _ in range(_ROUNDS):
+        values, problems = _attempt(signature, raw)
+        if values is not None:
+            return values
+        repaired = _repaired(raw, problems, lambda p, value: _reread(p, value, signature))
+        if repaired is None:
+            break
+        raw = repaired
+    wrapped = _repaired(raw, problems, _wrapped)
+    if wrapped is not None:
+        values, _ = _attempt(signature, wrapped)
+        if values is not None:
+            return values
+    raise _bad(tool, _explained(signature, raw, problems))
 
 
-def is_loose(schema: Json) -> bool:
-    """Whether a schema leaves open what some value is: any value, or a list or an object of any."""
-    if not schema.keys() & {"type", "enum", "const", "$ref", *_LISTS}:
-        return True
-    kind = schema.get("type")
-    if kind == "array" and not schema.keys() & {"items", "prefixItems"}:
-        return True
-    extra = schema.get("additionalProperties", not schema.get("properties"))
-    if kind == "object" and extra is True:
-        return True
-    return any(map(is_loose, children(schema)))
+def _attempt(
+    signature: Signature, raw: dict[str, Any]
+) -> tuple[dict[str, Any] | None, Sequence[Problem]]:
+    try:
+        return signature.validator.validate_python(raw), ()
+    except ValidationError as error:
+        return None, [dict(problem) for problem in error.errors(include_url=False)]
 
 
-def _reachable(name: str, definitions: Mapping[str, Json]) -> set[str]:
-    found: set[str] = set()
-    pending = [definitions[name]]
-    while pending:
-        schema = pending.pop()
-        target = str(schema.get("$ref", "")).removeprefix(_REFERENCE)
-        if target in definitions and target not in found:
-            found.add(target)
-            pending.append(definitions[target])
-        pending.extend(children(schema))
-    return found
+def _as_object(arguments: Any, tool: str) -> dict[str, Any]:
+    if isinstance(arguments, str):
+        arguments = _parsed(arguments, dict)
+    if not isinstance(arguments, Mapping):
+        raise _bad(tool, ["the arguments must be one JSON object with a value for each parameter"])
+    return {str(key): value for key, value in arguments.items()}
 
 
-def _tidied(schema: Json, inline: Mapping[str, Json]) -> Json:
-    target = str(schema.get("$ref", "")).removeprefix(_REFERENCE)
-    if target in inline:
-        rest = {key: value for key, value in schema.items() if key != "$ref"}
-        schema = {**inline[target], **rest}
-        return _tidied(schema, inline)
-    result: Json = {}
-    for key, value in sorted(schema.items(), key=_reading_order):
-        if key in ("title", "discriminator"):
+class _Remove:
+    """Stands for "leave this argument out"."""
+
+
+class _Keep:
+    """Stands for "nothing to repair here"."""
+
+
+def _repaired(
+    raw: dict[str, Any], problems: Sequence[Problem], repair: Callable[[Problem, Any], Any]
+) -> dict[str, Any] | None:
+    """`raw` with the repairs that apply, each place once, or None when there are none."""
+    done: set[Path] = set()
+    for problem in problems:
+        path = _path(raw, problem["loc"])
+        if not path or any(path[:length] in done for length in range(len(path) + 1)):
             continue
-        if key in _MAPS:
-            result[key] = {name: _tidied(inner, inline) for name, inner in value.items()}
-        elif key in _SINGLES and isinstance(value, dict):
-            result[key] = _tidied(value, inline)
-        elif key in _LISTS:
-            result[key] = [_tidied(inner, inline) for inner in value]
-        else:
-            result[key] = value
-    if "properties" in result:
-        result.setdefault("additionalProperties", False)
-    return result
+        found = _look_up(raw, path)
+        replacement = repair(problem, found)
+        if replacement is not _Keep:
+            raw = _replaced(raw, path, replacement)
+            done.add(path)
+    return raw if done else None
 
 
-def _reading_order(item: tuple[str, Any]) -> int:
-    return _FIRST.index(item[0]) if item[0] in _FIRST else len(_FIRST)
+def _reread(problem: Problem, value: Any, signature: Signature) -> Any:
+    kind = problem["type"]
+    if value is None and len(problem["loc"]) == 1 and problem["loc"][0] in signature.defaults:
+        return _Remove
+    if isinstance(value, str) and kind in _LIST_KINDS | _OBJECT_KINDS:
+        parsed = _parsed(value, list if kind in _LIST_KINDS else dict)
+        return _Keep if parsed is None else parsed
+    if kind in _CHOICES and isinstance(value, str):
+        parsed = _parsed(value, (int, float, bool))
+        return _Keep if parsed is None else parsed
+    if kind in _CHOICES | {"string_type"} and isinstance(value, (int, float)):
+        return json.dumps(value)
+    return _Keep
 
 
-def at_path(schema: Json, path: Sequence[str | int]) -> Json:
-    """The part of a tidied schema that speaks of the value at `path`; {} where it says nothing."""
-    definitions = schema.get("$defs", {})
+def _wrapped(problem: Problem, value: Any) -> Any:
+    return [value] if problem["type"] in _LIST_KINDS and value is not None else _Keep
+
+
+def _parsed(text: str, kinds: Any) -> Any:
+    if len(text) > _MOST_JSON:
+        return None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, kinds) else None
+
+
+def _path(raw: Any, location: Sequence[str | int]) -> Path:
+    """Where in the arguments a problem is: its location without the names of union members."""
+    path: list[str | int] = []
+    for step in location[:_DEEPEST]:
+        in_object = isinstance(raw, dict) and step in raw
+        in_list = isinstance(raw, list) and isinstance(step, int) and 0 <= step < len(raw)
+        if in_object or in_list:
+            raw = raw[step]
+            path.append(step)
+    return tuple(path)
+
+
+def _look_up(raw: Any, path: Path) -> Any:
     for step in path:
-        found = (_step(option, step) for option in _options(schema, definitions))
-        schema = next((inner for inner in found if inner is not None), {})
-    return schema
+        raw = raw[step]
+    return raw
 
 
-def _options(schema: Json, definitions: Mapping[str, Json]) -> Iterator[Json]:
-    target = str(schema.get("$ref", "")).removeprefix(_REFERENCE)
-    schema = definitions.get(target, schema)
-    yield schema
-    for key in ("anyOf", "oneOf"):
-        for option in schema.get(key, ()):
-            yield from _options(option, definitions)
-
-
-def _step(schema: Json, step: str | int) -> Json | None:
-    inner: Any = None
-    if isinstance(step, int):
-        prefix = schema.get("prefixItems", ())
-        inner = prefix[step] if 0 <= step < len(prefix) else schema.get("items")
+def _replaced(raw: Any, path: Path, value: Any) -> Any:
+    """A copy of `raw` that differs at `path` only."""
+    step, rest = path[0], path[1:]
+    copy: Any = dict(raw) if isinstance(raw, dict) else list(raw)
+    if rest:
+        copy[step] = _replaced(raw[step], rest, value)
+    elif value is _Remove:
+        del copy[step]
     else:
-        inner = schema.get("properties", {}).get(step, schema.get("additionalProperties"))
-    return inner if isinstance(inner, dict) else None
+        copy[step] = value
+    return copy
 
 
-def describe(schema: Json) -> str:
-    """A schema in a few words: "integer", "list of string", "one of 'a', 'b'"."""
-    if "enum" in schema or "const" in schema:
-        options = schema.get("enum", [schema.get("const")])
-        shown = ", ".join(json.dumps(option, ensure_ascii=False) for option in options)
-        return shown if len(options) == 1 else f"one of {shown}"
-    for key in ("anyOf", "oneOf"):
-        if key in schema:
-            return " or ".join(dict.fromkeys(describe(option) for option in schema[key]))
-    kind = schema.get("type")
-    if kind == "array":
-        if "prefixItems" in schema:
-            return f"list of [{', '.join(describe(item) for item in schema['prefixItems'])}]"
-        return f"list of {describe(schema['items'])}" if schema.get("items") else "list"
-    if kind == "object" and schema.get("properties"):
-        return f"object with {', '.join(schema['properties'])}"
-    if isinstance(kind, list):
-        return " or ".join(kind)
-    if kind is None:
-        return "object" if "$ref" in schema else "any value"
-    return str(kind)
+# Explanations
+
+
+def _bad(tool: str, lines: Sequence[str]) -> ToolFault:
+    shown = "\n".join(f"- {line}" for line in lines[:_MOST_LINES])
+    more = f"\n- and {len(lines) - _MOST_LINES} more" if len(lines) > _MOST_LINES else ""
+    return ToolFault(clean(f"The arguments of {tool} do not fit:\n{shown}{more}"), Fault.BAD_ARGUMENTS)
+
+
+def _explained(signature: Signature, raw: dict[str, Any], problems: Sequence[Problem]) -> list[str]:
+    lines: dict[str, str] = {}
+    for problem in problems:
+        place, line = _line(signature, raw, problem)
+        lines.setdefault(place, f"{place}: {line}")
+    return list(lines.values())
+
+
+def _line(signature: Signature, raw: dict[str, Any], problem: Problem) -> tuple[str, str]:
+    kind, location = problem["type"], problem["loc"]
+    path = _path(raw, location)
+    if kind in _MISSING_KINDS:
+        path = (*path, location[-1])
+        return _place(path), f"missing; expected {_expected(signature, path)}"
+    if kind in _UNKNOWN:
+        parent = at_path(signature.schema, path[:-1])
+        known = list(parent.get("properties", ()))
+        near = get_close_matches(str(path[-1])[:100], known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known) or 'none'}"
+        return _place(path), f"unknown argument; {hint}"
+    given = show(_look_up(raw, path))
+    own_words = kind in ("value_error", "assertion_error") or ("ctx" in problem and kind not in _CHOICES)
+    if own_words:
+        words = str(problem["msg"]).removeprefix("Value error, ").removeprefix("Assertion failed, ")
+        return _place(path), f"{words.replace('Input should', 'it should')[:300]}; got {given}"
+    return _place(path), f"expected {_expected(signature, path)}; got {given}"
+
+
+def _expected(signature: Signature, path: Path) -> str:
+    return describe(at_path(signature.schema, path))[:300]
+
+
+def _place(path: Path) -> str:
+    text = ""
+    for step in path[:20]:
+        text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else str(step)
+    return text[:200] or "(all)"

@@ -16,10 +16,8 @@ from ludus.core.failures import ConfigError, Fault, ToolFault
 from ludus.core.messages import ToolContext, ToolResult, ToolSpec
 from ludus.core.user_code import register_user_code
 from ludus.remote.time_limit import queueing
-from ludus.tools.arguments import validate_arguments
-from ludus.tools.calling import Invocation, invoke
-from ludus.tools.results import Encode, OutputLimits
-from ludus.tools.signature import Signature, signature_of
+from ludus.tools.calling import Encode, Invocation, OutputLimits, invoke
+from ludus.tools.signature import Signature, signature_of, validate_arguments
 
 P = ParamSpec("P")
 R = TypeVar("R")

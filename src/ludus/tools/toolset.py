@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 from ludus.core.failures import CannotFork, ConfigError, Fault
 from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSet, ToolSpec
-from ludus.tools.results import Encode, OutputLimits
+from ludus.tools.calling import Encode, OutputLimits
 from ludus.tools.tool import Tool, tool
 
 _MOST_CHARS = 2_000

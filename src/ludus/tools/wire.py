@@ -14,7 +14,7 @@ from ludus.core.failures import Boundary
 from ludus.core.messages import Json, Media, Message, ToolResult, ToolSpec
 from ludus.core.strict_json import check_json, decode
 from ludus.core.task import Task
-from ludus.tools.results import text_of
+from ludus.tools.calling import text_of
 
 # The HTTP API: headers, kinds of errors, and bodies. The server validates what it reads by these models and
 # derives its OpenAPI document from them.

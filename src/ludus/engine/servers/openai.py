@@ -35,8 +35,7 @@ from ludus.engine.servers.openai_api import (
     sampling_fields,
     write_hermes,
 )
-from ludus.llm.address import Address
-from ludus.llm.http import ModelServerClient, refusal
+from ludus.llm.http import Address, ModelServerClient, refusal
 from ludus.remote.client import RequestFailed, RetryPolicy, ServerReply
 
 log = logging.getLogger(__name__)

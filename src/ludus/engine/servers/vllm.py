@@ -49,7 +49,7 @@ from ludus.engine.servers.vllm_api import (
 )
 from ludus.engine.servers.vllm_server import VllmOptions, VllmServer
 from ludus.engine.servers.vllm_weights import model_config, with_head
-from ludus.llm.address import Address
+from ludus.llm.http import Address
 from ludus.model.hf_model import vocabulary_size
 from ludus.remote.client import BadResponse, ConnectionFailed
 

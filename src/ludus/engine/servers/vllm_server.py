@@ -25,8 +25,7 @@ from ludus.engine.servers.vllm_check import (
     shape_problems,
 )
 from ludus.engine.servers.vllm_weights import model_config
-from ludus.llm.address import API_KEY, Address
-from ludus.llm.http import ModelServerClient
+from ludus.llm.http import API_KEY, Address, ModelServerClient
 from ludus.remote.client import ConnectionFailed, RequestFailed, RetryPolicy, ServerReply
 
 T = TypeVar("T")

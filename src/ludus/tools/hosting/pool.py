@@ -23,8 +23,15 @@ from ludus.remote.session import EpisodeLost, EpisodeState, check_repeatable
 from ludus.remote.supervisor import Member, NoWorker, Supervisor, Worker, WorkerDied
 from ludus.remote.threads import WorkerError
 from ludus.remote.worker import ServiceProcess
-from ludus.tools.hosting.host import FACTS, LOADER, UNKNOWN, HostHealth, ToolFacts, ToolReference
-from ludus.tools.hosting.worker import reply_of
+from ludus.tools.hosting.host import (
+    FACTS,
+    LOADER,
+    UNKNOWN,
+    HostHealth,
+    ToolFacts,
+    ToolReference,
+    reply_of,
+)
 from ludus.tools.wire import result_from_json, spec_from_json, task_to_json
 
 _log = logging.getLogger(__name__)
@@ -239,9 +246,7 @@ class ProcessWorker:
         self, references: Sequence[ToolReference], hang_seconds: float, loader: str = LOADER
     ) -> None:
         self._references, self._loader = list(references), loader
-        self._process = ServiceProcess(
-            "ludus.tools.hosting.worker:HostedTools", hang_seconds=hang_seconds
-        )
+        self._process = ServiceProcess("ludus.tools.hosting.host:HostedTools", hang_seconds=hang_seconds)
 
     async def start(self) -> Json:
         setup = {"references": self._references, "loader": self._loader}

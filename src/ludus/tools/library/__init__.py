@@ -18,8 +18,8 @@ from ludus.core.config import Config
 from ludus.core.failures import ConfigError
 from ludus.core.messages import ToolSet
 from ludus.core.registry import Registry
+from ludus.tools.calling import Encode
 from ludus.tools.mcp import is_mcp, mcp_tools
-from ludus.tools.results import Encode
 from ludus.tools.tool import Tool
 from ludus.tools.toolset import LocalTools, as_toolset
 

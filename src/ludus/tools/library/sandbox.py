@@ -34,8 +34,8 @@ from ludus.sandbox import (
     Snapshot,
     shared_sandbox,
 )
+from ludus.tools.calling import Encode
 from ludus.tools.library import Toolkit
-from ludus.tools.results import Encode
 from ludus.tools.tool import Tool
 from ludus.tools.toolset import LocalTools
 

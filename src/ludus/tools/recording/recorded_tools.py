@@ -2,13 +2,16 @@
 
 Who waits for whom. The calls of an episode to stateful tools run one at a time, in the order in which they
 arrive, which for the calls of one turn is the order in which the model wrote them. So an episode's history is
-one sequence that depends on no scheduling: how long calls take, which ends first, what other episodes do. Tools
-declared stateless keep out of this: they run at once, have no history, and share their records between all
-episodes; of equal stateless calls at the same time one is made, and the others wait for it (they try themselves
-if it fails or is cancelled). Nothing else waits, and nothing is queued but callers.
+one sequence that depends on no scheduling. Tools declared stateless keep out of this: they run at once, have
+no history, and share their records between all episodes; of equal stateless calls at the same time one is
+made, and the others wait for it (they try themselves if it fails or is cancelled).
 
 A real tool that is called after some calls were replayed has not seen those. They are made on it first
 (*catching up*), and what it answers is compared with what was recorded, which is what the model has read.
+
+A list of tools is kept by its content, and a short note says which list there was after which history. The
+note without a history points at the *usual* list: the one seen last, for tasks that were never recorded.
+Tools of this process can always be listed; their list is written for those who replay without the tools.
 """
 
 from __future__ import annotations
@@ -26,31 +29,39 @@ from pydantic import Field
 from ludus.core.config import Config, Place
 from ludus.core.failures import Boundary, ConfigError, Fault, InfraError
 from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSet, ToolSpec
-from ludus.tools.recording.keys import (
-    NO_HISTORY,
-    Label,
-    label_of,
-    next_history,
-    result_digest,
-    root_history,
-)
+from ludus.remote.threads import run_sync
 from ludus.tools.recording.records import (
+    NO_HISTORY,
+    BadRecord,
+    Label,
     Mode,
     OnDivergence,
     RecordingStats,
-    Records,
     Scope,
     Specs,
     chosen,
+    decode_result,
+    decode_specs,
+    encode_result,
+    encode_specs,
+    explain_miss,
+    label_of,
+    list_key,
+    next_history,
+    result_digest,
+    root_history,
+    specs_key,
 )
-from ludus.tools.recording.store import Store, open_store
+from ludus.tools.recording.stores import RecordingStoreError, Store, open_store
 from ludus.tools.tool import Tool
-from ludus.tools.toolset import as_toolset, effects_of, malformed, shut, unknown_tool
-from ludus.tools.versions import Unkeyable, source_versions
+from ludus.tools.toolset import LocalTools, as_toolset, effects_of, malformed, shut, unknown_tool
+from ludus.tools.versions import Unkeyable, source_versions, spec_version
 
 _log = logging.getLogger(__name__)
 
 _ALL = "*"
+_LONG = 262_144  # from here on, coding is left to a thread
+_COMPARED_FOR_A_MISS = 50
 
 
 @dataclass(slots=True, eq=False)
@@ -73,12 +84,6 @@ class _EpisodeState:
     """Why the real tools could not be brought to where the model believes them to be."""
     tools: dict[str, str] = field(default_factory=dict)
     """The versions of the tools there are, by name."""
-
-    def learn(self, specs: Specs) -> None:
-        self.tools = {spec.name: version for spec, version in specs}
-
-    def advance(self, label: Label, result: ToolResult) -> None:
-        self.history = next_history(label.key, result)
 
 
 # The episodes whose real call is running in this context.
@@ -116,16 +121,16 @@ class RecordedTools:
         if isinstance(stateless, str):
             raise ConfigError(f"stateless is a list of names: write stateless=[{stateless!r}]")
         self.stateless = frozenset(stateless)
-        self.inner, self._store = inner, store
+        self.inner, self._store, self._name = inner, store, name
+        self.statistics = RecordingStats()
+        self._is_local = isinstance(inner, LocalTools)
+        """Whether the list can be had without opening anything."""
         self._per_episode = chosen(Scope, scope, "scope") is Scope.EPISODE
-        self._records = Records(inner, store, name, versions or {}, self.mode)
+        self._versions = dict(versions or {})
+        self._known_lists: dict[str, Specs] = {}
+        self._usual = ""
         self._episodes: dict[str, _EpisodeState] = {}
         self._running: dict[str, asyncio.Future[ToolResult | None]] = {}
-
-    @property
-    def statistics(self) -> RecordingStats:
-        """Counters over all episodes."""
-        return self._records.statistics
 
     def effects(self) -> frozenset[str]:
         """As the real tools say; a call that is not recorded reaches them."""
@@ -141,9 +146,9 @@ class RecordedTools:
             if self.mode is Mode.RECORD:
                 await self._open_real(state, context)
             async with state.turn:
-                state.learn(await self._specs(state, context))
+                await self._list_tools(state, context)
             unknown = self.stateless - {_ALL} - set(state.tools)
-            if unknown and self._records.is_local:  # the list of another set may change
+            if unknown and self._is_local:  # the list of another set may change
                 known = ", ".join(sorted(state.tools)) or "none"
                 raise ConfigError(f"stateless names {min(unknown)!r}, but the tools are: {known}")
         except BaseException:
@@ -156,13 +161,17 @@ class RecordedTools:
     async def list(self, context: ToolContext) -> Sequence[ToolSpec]:
         """The tools that can be called now; from the recording where there is one for this moment."""
         state = self._episodes.get(context.episode)
-        if state is None:
-            return [spec for spec, _ in await self._specs_unopened(context)]
-        if state in _inside.get():
+        if state is None:  # asked before, or without, opening the set
+            root = root_history(context, per_episode=self._per_episode)
+            specs = None
+            if self.mode is not Mode.RECORD:
+                specs = await self._recorded_list(root, context, or_usual=True)
+            specs = await self._real_list(NO_HISTORY, context) if specs is None else specs
+        elif state in _inside.get():
             return await self._real.list(context)
-        async with state.turn:
-            specs = await self._specs(state, context)
-            state.learn(specs)
+        else:
+            async with state.turn:
+                specs = await self._list_tools(state, context)
         return [spec for spec, _ in specs]
 
     async def call(self, call: ToolCall, context: ToolContext) -> ToolResult:
@@ -180,7 +189,7 @@ class RecordedTools:
                 return await self._stateless_call(state, call, context)
             async with state.turn:
                 if call.name not in state.tools:
-                    state.learn(await self._specs(state, context))
+                    await self._list_tools(state, context)
                 if call.name not in state.tools:
                     return unknown_tool(call.name, state.tools)
                 perform = self._stateless_call if is_stateless else self._stateful_call
@@ -204,6 +213,8 @@ class RecordedTools:
         if self.inner is not None:
             await shut(self.inner)
 
+    # Calls
+
     @property
     def _real(self) -> ToolSet:
         assert self.inner is not None  # only replaying does without, and it never calls
@@ -226,26 +237,6 @@ class RecordedTools:
         finally:
             _inside.reset(token)
 
-    async def _specs(self, state: _EpisodeState, context: ToolContext) -> Specs:
-        """The tools now. The caller holds `state.turn`."""
-        if not (state.is_detached or (state.is_open and not state.behind)):
-            or_usual = self.mode is Mode.REPLAY or state.history == state.root
-            found = await self._records.recorded_list(state.history, context, or_usual=or_usual)
-            if found is not None:
-                return found
-            await self._catch_up(state, context)
-        history = NO_HISTORY if state.is_detached else state.history
-        return await self._records.real_list(history, context)
-
-    async def _specs_unopened(self, context: ToolContext) -> Specs:
-        """The list for a caller that asks before, or without, opening the set."""
-        if self.mode is not Mode.RECORD:
-            root = root_history(context, per_episode=self._per_episode)
-            found = await self._records.recorded_list(root, context, or_usual=True)
-            if found is not None:
-                return found
-        return await self._records.real_list(NO_HISTORY, context)
-
     async def _stateless_call(
         self, state: _EpisodeState, call: ToolCall, context: ToolContext
     ) -> ToolResult:
@@ -261,7 +252,7 @@ class RecordedTools:
         mine = self._running[label.key] = asyncio.get_running_loop().create_future()
         result: ToolResult | None = None
         try:
-            result = await self._records.find(label)
+            result = await self._find(label)
             if result is None:
                 result = await self._call_and_keep(state, call, context, label)
         finally:
@@ -276,11 +267,11 @@ class RecordedTools:
             if state.broken:
                 raise _failure(state.broken)
             label = label_of(call.name, state.tools[call.name], state.history, call.arguments)
-            result = None if self.mode is Mode.RECORD else await self._records.find(label)
+            result = None if self.mode is Mode.RECORD else await self._find(label)
             if result is not None:
                 if self.mode is Mode.REPLAY_OR_CALL:
                     state.behind.append((call, result))
-                state.advance(label, result)
+                state.history = next_history(label.key, result)
                 return result
             await self._catch_up(state, context)
         if state.is_detached:
@@ -292,14 +283,7 @@ class RecordedTools:
             # It may have had its effect or not, so what follows has no history that could be found again.
             state.is_detached = True
             raise
-        state.advance(label, result)
-        return result
-
-    async def _call_and_keep(
-        self, state: _EpisodeState, call: ToolCall, context: ToolContext, label: Label
-    ) -> ToolResult:
-        result = await self._call_real(state, call, context)
-        await self._records.keep(label, result)
+        state.history = next_history(label.key, result)
         return result
 
     async def _catch_up(self, state: _EpisodeState, context: ToolContext) -> None:
@@ -333,6 +317,109 @@ class RecordedTools:
             raise _failure(state.broken)
         state.is_detached = True
         _log.warning("%s; going on with the real tool, unrecorded", message)
+
+    # Records
+
+    async def _find(self, label: Label) -> ToolResult | None:
+        """The recorded result; None where calling is allowed, a typed failure where it is not."""
+        data = await self._store.get(label.key)
+        if data is None:
+            self.statistics.misses += 1
+            if self.mode is Mode.REPLAY:
+                raise _failure(
+                    explain_miss(label, await self._store.similar(label, _COMPARED_FOR_A_MISS))
+                )
+            return None
+        try:
+            result = decode_result(data) if len(data) < _LONG else await run_sync(decode_result, data)
+        except BadRecord as error:
+            message = f"the record of a call of {label.tool!r} is damaged: {error}; record it anew"
+            raise RecordingStoreError(message, retriable=False) from error
+        self.statistics.hits += 1
+        return result
+
+    async def _call_and_keep(
+        self, state: _EpisodeState, call: ToolCall, context: ToolContext, label: Label
+    ) -> ToolResult:
+        """The real result, written. In the mode record it replaces another; else the first one stays."""
+        result = await self._call_real(state, call, context)
+        try:
+            size = len(result.content) + sum(len(medium.data or b"") for medium in result.media)
+            data = encode_result(result) if size < _LONG else await run_sync(encode_result, result)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise _failure(f"what the tool {label.tool!r} gave cannot be recorded: {error}") from error
+        await self._store.put(label.key, data, label=label, replace=self.mode is Mode.RECORD)
+        self.statistics.recorded += 1
+        return result
+
+    async def _list_tools(self, state: _EpisodeState, context: ToolContext) -> Specs:
+        """The tools of the episode now, which it knows from here on. The caller holds `state.turn`."""
+        specs: Specs | None = None
+        if not (state.is_detached or (state.is_open and not state.behind)):
+            or_usual = self.mode is Mode.REPLAY or state.history == state.root
+            specs = await self._recorded_list(state.history, context, or_usual=or_usual)
+            if specs is None:
+                await self._catch_up(state, context)
+        if specs is None:
+            history = NO_HISTORY if state.is_detached else state.history
+            specs = await self._real_list(history, context)
+        state.tools = {spec.name: version for spec, version in specs}
+        return specs
+
+    def _version(self, spec: ToolSpec) -> str:
+        return spec_version(spec, self._versions.get(spec.name, ""))
+
+    async def _real_list(self, history: str, context: ToolContext) -> Specs:
+        """The list of the real set now; it is recorded, unless this only replays."""
+        specs = [(spec, self._version(spec)) for spec in await self._real.list(context)]
+        if self.mode is Mode.REPLAY:
+            return specs
+        data = encode_specs(specs)
+        where = list_key(data)
+        note = where.encode("ascii")
+        if where not in self._known_lists:
+            await self._store.put(where, data, label=None, replace=False)
+            self._known_lists[where] = specs
+        if history != NO_HISTORY and not self._is_local:
+            key = specs_key(self._name, history)
+            await self._store.put(key, note, label=None, replace=self.mode is Mode.RECORD)
+        if self._usual != where:
+            await self._store.put(specs_key(self._name, NO_HISTORY), note, label=None, replace=True)
+            self._usual = where
+        return specs
+
+    async def _recorded_list(
+        self, history: str, context: ToolContext, *, or_usual: bool
+    ) -> Specs | None:
+        """The list recorded after `history`, or else the usual one; always known for local tools.
+
+        In the mode replay, to have none is a failure.
+        """
+        if self._is_local:
+            return await self._real_list(history, context)
+        note = await self._store.get(specs_key(self._name, history))
+        if note is None and or_usual:
+            note = await self._store.get(specs_key(self._name, NO_HISTORY))
+        if note is None:
+            if self.mode is not Mode.REPLAY:
+                return None
+            raise _failure(
+                f"no list of tools is recorded for the set {self._name!r}; record one (mode record or "
+                "replay_or_call), or give the name that was used for recording"
+            )
+        where = note.decode("ascii", "replace")
+        if where not in self._known_lists:
+            data = await self._store.get(where)
+            try:
+                specs = decode_specs(data or b"")
+            except BadRecord as error:
+                message = f"the recorded list of tools is damaged: {error}; record anew"
+                raise RecordingStoreError(message, retriable=False) from error
+            self._known_lists[where] = [
+                (spec, self._version(spec) if spec.name in self._versions else version)
+                for spec, version in specs
+            ]
+        return self._known_lists[where]
 
 
 def _failure(message: str) -> InfraError:

@@ -1,42 +1,48 @@
-"""Contents of a recording: results of calls and lists of tools, between typed values and a store of bytes.
+"""What a recording holds: options and counters, the key of a call, and records as bytes.
 
-A record is JSON, media as base64, compressed where it is long. It is never pickle: a recording may come from
-a stranger.
+A call's key is a digest of the tool's name, its version, the *history* it was made in, and its arguments as
+canonical JSON. A history is a hash chain, so that two calls have the same one when everything before them was
+the same, results included:
+
+    root           = digest of the task (or of the episode)
+    after one call = digest(key of that call, digest of its result)
+
+A call of a stateless tool has the history `NO_HISTORY`, and is added to no chain. A record is JSON, media as
+base64, compressed where it is long, and never pickle: a recording may come from a stranger.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from enum import StrEnum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
-from ludus.core.failures import Boundary, ConfigError, InfraError
-from ludus.core.messages import Json, ToolContext, ToolResult, ToolSet, ToolSpec
+from ludus.core.failures import ConfigError
+from ludus.core.messages import Json, ToolContext, ToolResult, ToolSpec
 from ludus.core.strict_json import decode
-from ludus.remote.threads import run_sync
-from ludus.tools.recording.keys import NO_HISTORY, Label, list_key, specs_key
-from ludus.tools.recording.store import RecordingStoreError, Store
-from ludus.tools.toolset import LocalTools
-from ludus.tools.versions import spec_version
+from ludus.core.task import Task
+from ludus.tools.versions import canonical, digest
 from ludus.tools.wire import result_from_json, result_to_json
 
 Choice = TypeVar("Choice", bound=StrEnum)
 Specs = Sequence[tuple[ToolSpec, str]]
 """Tools, each with its version."""
-
+NO_HISTORY = ""
+_SCHEME = "ludus-recording-1"
 _ROWS = TypeAdapter(list[tuple[str, str, Json, str]])
 _COMPRESS_FROM = 4_096
 _PLAIN, _COMPRESSED = b"j", b"z"
-_LONG = 262_144  # from here on, coding is left to a thread
-_COMPARED_FOR_A_MISS = 50
 _SHOWN_CHARS = 300
 _COMPARED_CHARS = 400
+_MOST_ARGUMENT_CHARS = 2_000
+_MOST_BITS = 10_000
 
 
 class Mode(StrEnum):
@@ -97,116 +103,85 @@ class RecordingStats:
     """Episodes for which the real tools were opened."""
 
 
-class Records:
-    """Finds and writes results and lists of tools, by the rules of a mode; counts both.
+@dataclass(frozen=True, slots=True)
+class Label:
+    """The identity of a call. `arguments` are for people to read, and cut where they are very long."""
 
-    A list is kept by its content, and a short note says which list there was after which history. The note
-    without a history points at the *usual* list: the one seen last, for tasks that were never recorded. Tools
-    of this process can always be listed; their list is written for those who replay without the tools.
-    """
-
-    def __init__(
-        self, inner: ToolSet | None, store: Store, name: str, versions: Mapping[str, str], mode: Mode
-    ) -> None:
-        self.statistics = RecordingStats()
-        self._inner, self._store, self._name, self._mode = inner, store, name, mode
-        self._versions = dict(versions)
-        self._known_lists: dict[str, Specs] = {}
-        self._usual = ""
-
-    async def find(self, label: Label) -> ToolResult | None:
-        """The recorded result; None where calling is allowed, a typed failure where it is not."""
-        data = await self._store.get(label.key)
-        if data is None:
-            self.statistics.misses += 1
-            if self._mode is Mode.REPLAY:
-                near = await self._store.similar(label, _COMPARED_FOR_A_MISS)
-                raise InfraError(Boundary.TOOL, explain_miss(label, near), retriable=False)
-            return None
-        try:
-            result = decode_result(data) if len(data) < _LONG else await run_sync(decode_result, data)
-        except BadRecord as error:
-            message = f"the record of a call of {label.tool!r} is damaged: {error}; record it anew"
-            raise RecordingStoreError(message, retriable=False) from error
-        self.statistics.hits += 1
-        return result
-
-    async def keep(self, label: Label, result: ToolResult) -> None:
-        """Write a result. In the mode record it replaces another; else the first one stays."""
-        try:
-            size = len(result.content) + sum(len(medium.data or b"") for medium in result.media)
-            data = encode_result(result) if size < _LONG else await run_sync(encode_result, result)
-        except (AttributeError, TypeError, ValueError) as error:
-            message = f"what the tool {label.tool!r} gave cannot be recorded: {error}"
-            raise InfraError(Boundary.TOOL, message, retriable=False) from error
-        await self._store.put(label.key, data, label=label, replace=self._mode is Mode.RECORD)
-        self.statistics.recorded += 1
+    tool: str
+    version: str
+    history: str
+    arguments_digest: str
+    arguments: str
 
     @property
-    def is_local(self) -> bool:
-        """Whether the list can be had without opening anything."""
-        return isinstance(self._inner, LocalTools)
+    def key(self) -> str:
+        return digest(_SCHEME, "call", self.tool, self.version, self.history, self.arguments_digest)
 
-    async def real_list(self, history: str, context: ToolContext) -> Specs:
-        """The list of the real set now; it is recorded, unless this only replays."""
-        assert self._inner is not None
-        specs = [(spec, self._version(spec)) for spec in await self._inner.list(context)]
-        if self._mode is not Mode.REPLAY:
-            await self._keep_list(specs, NO_HISTORY if self.is_local else history)
-        return specs
 
-    async def recorded_list(self, history: str, context: ToolContext, *, or_usual: bool) -> Specs | None:
-        """The list recorded after `history`, or else the usual one; always known for local tools.
+def label_of(tool: str, version: str, history: str, arguments: Any) -> Label:
+    """The label of a call; `Unkeyable` when the arguments are not JSON."""
+    text = canonical(arguments)
+    return Label(tool, version, history, digest(text), text[:_MOST_ARGUMENT_CHARS])
 
-        In the mode replay, to have none is a failure.
-        """
-        if self.is_local:
-            return await self.real_list(history, context)
-        note = await self._store.get(specs_key(self._name, history))
-        if note is None and or_usual:
-            note = await self._store.get(specs_key(self._name, NO_HISTORY))
-        if note is not None:
-            return await self._kept_list(note.decode("ascii", "replace"))
-        if self._mode is not Mode.REPLAY:
-            return None
-        message = (
-            f"no list of tools is recorded for the set {self._name!r}; record one (mode record or "
-            "replay_or_call), or give the name that was used for recording"
-        )
-        raise InfraError(Boundary.TOOL, message, retriable=False)
 
-    def _version(self, spec: ToolSpec) -> str:
-        return spec_version(spec, self._versions.get(spec.name, ""))
+def root_history(context: ToolContext, *, per_episode: bool) -> str:
+    """Where the chain of an episode begins: at its task, so that attempts at one task can share.
 
-    async def _keep_list(self, specs: list[tuple[ToolSpec, str]], history: str) -> None:
-        data = encode_specs(specs)
-        where = list_key(data)
-        note = where.encode("ascii")
-        if where not in self._known_lists:
-            await self._store.put(where, data, label=None, replace=False)
-            self._known_lists[where] = specs
-        if history != NO_HISTORY:
-            key = specs_key(self._name, history)
-            await self._store.put(key, note, label=None, replace=self._mode is Mode.RECORD)
-        if self._usual != where:
-            await self._store.put(specs_key(self._name, NO_HISTORY), note, label=None, replace=True)
-            self._usual = where
+    The system prompt is left out, so that it may be reworded. What JSON cannot say of a target or of
+    metadata counts by its type alone.
+    """
+    if per_episode:
+        return digest(_SCHEME, "episode", context.episode)
+    task = context.task
+    return digest(_SCHEME, "task", json.dumps(_described(task), sort_keys=True, default=_type_name))
 
-    async def _kept_list(self, where: str) -> Specs:
-        if where not in self._known_lists:
-            data = await self._store.get(where)
-            try:
-                if data is None:
-                    raise BadRecord("it is not there")
-                specs = decode_specs(data)
-            except BadRecord as error:
-                message = f"the recorded list of tools is damaged: {error}; record anew"
-                raise RecordingStoreError(message, retriable=False) from error
-            self._known_lists[where] = [
-                (spec, self._version(spec) if spec.name in self._versions else version)
-                for spec, version in specs
-            ]
-        return self._known_lists[where]
+
+def next_history(call_key: str, result: ToolResult) -> str:
+    """The history after a call. How long it took does not belong to it."""
+    return digest(call_key, result_digest(result))
+
+
+def result_digest(result: ToolResult) -> str:
+    """Everything of a result that a model or a reward can see."""
+    media = [part for medium in result.media for part in (medium.kind, medium.sha256)]
+    reward = "none" if result.reward is None else repr(float(result.reward))
+    fault = "none" if result.fault is None else result.fault.value
+    return digest("result", result.content, reward, str(bool(result.terminated)), fault, *media)
+
+
+def specs_key(name: str, history: str) -> str:
+    """Where the list of tools is kept that a set called `name` had after this history."""
+    return digest(_SCHEME, "specs", name, history)
+
+
+def list_key(payload: bytes) -> str:
+    """Where a list of tools itself is kept, by its content: most histories share one."""
+    return digest(_SCHEME, "list", hashlib.sha256(payload).hexdigest())
+
+
+def _described(task: Task) -> Json:
+    said = [
+        [one.role, one.content, [[call.name, _plain(call.arguments)] for call in one.tool_calls]]
+        for one in task.messages
+        if one.role != "system"
+    ]
+    parts = {"target": task.target, "envs": task.envs, "metadata": task.metadata}
+    return {"id": task.id, "messages": said, **{name: _plain(part) for name, part in parts.items()}}
+
+
+def _plain(value: Any) -> Any:
+    """`value` with text for keys; what is neither JSON nor a mapping counts by its type."""
+    if isinstance(value, Mapping):
+        return {f"{type(key).__name__}:{key}": _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        return hex(value)  # Python refuses to write longer numbers in decimal
+    return value if value is None or isinstance(value, (str, int, float)) else _type_name(value)
+
+
+def _type_name(value: Any) -> str:
+    return f"<{type(value).__name__}>"
 
 
 # Records as bytes
@@ -301,3 +276,9 @@ def _similarity(one: str, other: str) -> float:
 
 def _shown(arguments: str) -> str:
     return arguments if len(arguments) <= _SHOWN_CHARS else arguments[:_SHOWN_CHARS] + "..."
+
+
+NO_HISTORY = ""
+_SCHEME = "ludus-recording-1"
+_MOST_ARGUMENT_CHARS = 2_000
+_MOST_BITS = 10_000

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from ludus.core.config import Config, Place
-from ludus.llm.address import is_address
+from ludus.llm.http import is_address
 
 
 class ClusterConfig(Config):
