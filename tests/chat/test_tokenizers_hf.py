@@ -169,6 +169,17 @@ class TestLoading:
         assert tokenizer.controls["<|im_end|>"] in tokenizer.stop_tokens
         assert tokenizer.vocabulary_size == len(fast_tokenizer())
 
+    def test_variables_of_the_template_are_passed_to_it(self, tmp_path):
+        self.save(tmp_path)
+        thinking = "{% if not enable_thinking | default(true) %}<think></think>{% endif %}"
+        (tmp_path / "chat_template.jinja").write_text(LLAMA3 + thinking)
+        for kwargs, end in (({}, "<|eot_id|>"), ({"enable_thinking": False}, "<think></think>")):
+            tokenizer = load_tokenizer(tmp_path, template_kwargs=kwargs)
+            text = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], None, False)
+            assert text.endswith(end)
+        with pytest.raises(ConfigError, match="does not read 'enable_thinkin'"):
+            load_tokenizer(tmp_path, template_kwargs={"enable_thinkin": False})
+
     def test_a_missing_folder_is_named(self, tmp_path):
         with pytest.raises(ConfigError, match="there is no folder"):
             load_tokenizer(tmp_path / "nothing")

@@ -110,6 +110,7 @@ class HFTokenizer:
         *,
         chat_template: str | None = None,
         stop_tokens: Iterable[int] = (),
+        template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """`stop_tokens` are further ones, such as the `eos_token_id` of a generation config."""
         self.inner: Any = tokenizer
@@ -119,6 +120,8 @@ class HFTokenizer:
         if chat_template is None and not getattr(tokenizer, "chat_template", None):
             self._template = CHATML
             self._require(("<|im_start|>", "<|im_end|>"))
+        self._kwargs = dict(template_kwargs)
+        self._check_kwargs()
         self._takes_parts = False
         self._takes_parts = self._needs_parts()
         self._has_library = _encodes_by_library(self.inner)
@@ -193,6 +196,7 @@ class HFTokenizer:
                     chat_template=self._template,
                     add_generation_prompt=add_generation_prompt,
                     tokenize=False,
+                    **self._kwargs,
                 )
             )
         except (TemplateError, TypeError, KeyError, AttributeError, IndexError) as error:
@@ -200,6 +204,14 @@ class HFTokenizer:
             raise ConfigError(
                 f"the chat template refuses a conversation of the roles ({roles}): {error}"
             ) from error
+
+    def _check_kwargs(self) -> None:
+        source = str(self._template or self.inner.chat_template)
+        for name in self._kwargs:
+            if not re.search(rf"\b{re.escape(name)}\b", source):
+                raise ConfigError(
+                    f"model.chat_template_kwargs: the chat template does not read {name!r}"
+                )
 
     def _needs_parts(self) -> bool:
         """Whether the template shows a text only as a part of a list, as those of models that see often do."""
@@ -282,16 +294,26 @@ def _in_parts(message: Json) -> Json:
 
 
 def load_tokenizer(
-    name_or_path: str | Path, *, chat_template: str | None = None, revision: str | None = None
+    name_or_path: str | Path,
+    *,
+    chat_template: str | None = None,
+    template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    revision: str | None = None,
+    trust_remote_code: bool = False,
 ) -> HFTokenizer:
-    """The tokenizer of a local folder or a hub name, with the stop tokens of its generation config."""
+    """The tokenizer of a local folder or a hub name, with the stop tokens of its generation config.
+
+    `template_kwargs` are variables of its chat template, such as `enable_thinking`.
+    """
     from transformers import AutoTokenizer
 
     where = str(name_or_path)
     if not Path(where).is_dir() and (where.startswith((".", "/", "~")) or where.count("/") > 1):
         raise ConfigError(f"there is no folder {where!r} with a tokenizer in it")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(where, revision=revision)
+        tokenizer = AutoTokenizer.from_pretrained(
+            where, revision=revision, trust_remote_code=trust_remote_code
+        )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"no tokenizer could be loaded from {where!r}: it is neither a folder with tokenizer files "
@@ -300,7 +322,10 @@ def load_tokenizer(
     if chat_template is None and not getattr(tokenizer, "chat_template", None):
         chat_template = _processor_template(where, revision)
     return HFTokenizer(
-        tokenizer, chat_template=chat_template, stop_tokens=_generation_stops(where, revision)
+        tokenizer,
+        chat_template=chat_template,
+        stop_tokens=_generation_stops(where, revision),
+        template_kwargs=template_kwargs,
     )
 
 

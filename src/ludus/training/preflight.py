@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import torch
+
 from ludus.core.failures import ConfigError
 from ludus.engine.servers import VllmServer
 from ludus.envs import PoolConfig
@@ -13,6 +15,7 @@ from ludus.llm import Address, is_address
 from ludus.observe import SINKS
 from ludus.tools.mcp import MCPServerConfig, is_mcp
 from ludus.training.config.agent import AgentConfig
+from ludus.training.config.cluster import launched_rank
 from ludus.training.config.parts import (
     Parts,
     demonstrations_of,
@@ -21,8 +24,9 @@ from ludus.training.config.parts import (
     task_set_specs,
 )
 from ludus.training.config.recipe import Recipe, StageConfig
-from ludus.training.config.stages import SFTConfig
+from ludus.training.config.stages import OptimizerConfig, SFTConfig
 from ludus.training.models.loading import device_of
+from ludus.training.optim.other_optimizers import check_optimizer
 from ludus.training.stages import stage_class
 
 
@@ -34,7 +38,7 @@ def check_parts(recipe: Recipe, parts: Parts) -> None:
             f"model.name = {name!r} is an address, and a model behind a server can be evaluated only (ludus "
             "eval RECIPE -m ADDRESS): to train one, name a folder or a model on the hub"
         )
-    device_of(recipe.model)
+    _check_optimizers(recipe, device_of(recipe.model))
     for one in recipe.run.sinks:
         with errors_at("run.sinks"):
             SINKS.load(one)
@@ -48,6 +52,16 @@ def check_parts(recipe: Recipe, parts: Parts) -> None:
             "there are demonstrations, but no [warm_start] to imitate them in: add the table (or a "
             '[[stage]] of kind "sft"), or pass warm_start={...}'
         )
+
+
+def _check_optimizers(recipe: Recipe, device: torch.device) -> None:
+    ranks = recipe.cluster.trainer_ranks or launched_rank()[1]
+    for where, stage in recipe.named_stages:
+        critic = getattr(stage, "critic", None)
+        for place, one in ((where, stage), (f"{where}.critic", critic)):
+            if isinstance(config := getattr(one, "optimizer", None), OptimizerConfig):
+                with errors_at(place):
+                    check_optimizer(config, device, ranks)
 
 
 def _check_tasks(recipe: Recipe, parts: Parts) -> None:

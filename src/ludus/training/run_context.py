@@ -99,7 +99,9 @@ class RunContext:
     def source(self, name: str) -> ModelSource:
         """Where the ranks read another model than the policy."""
         own, seed = self.recipe.model, self.recipe.seed
-        config = ModelConfig(name=name, dtype=own.dtype, device=own.device)
+        config = ModelConfig(
+            name=name, dtype=own.dtype, device=own.device, trust_remote_code=own.trust_remote_code
+        )
         if self.ranks.size == 1:
             return ModelSource(config, seed)
         assert self.scratch is not None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -26,7 +28,9 @@ from ludus.cli.serve.options import (
     private_stdout,
     server_config,
 )
+from ludus.core.config import toml_table
 from ludus.core.failures import ConfigError
+from ludus.core.messages import Json
 
 if TYPE_CHECKING:
     from ludus.chat.renderer import History
@@ -63,6 +67,17 @@ def serve_model(
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"], typer.Option(help="Number format of the weights.")
     ] = "auto",
+    chat_template_kwargs: Annotated[
+        str | None,
+        typer.Option(
+            help="Variables of the chat template: '{ enable_thinking = false }'; those of a run's recipe when "
+            "left out.",
+            show_default=False,
+        ),
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the code that the model brings.")
+    ] = False,
     tokens_per_step: Annotated[
         int | None,
         typer.Option(
@@ -110,7 +125,18 @@ def serve_model(
     check_exposure(host, token)  # before minutes of loading
     log_as_json(level=log_level(quiet, verbose))
     ready = announcing(private_stdout(), kept)
-    source = ModelConfig(name=_newest_checkpoint(model), device=device, dtype=dtype)
+    where = _newest_checkpoint(model)
+    told = _of_its_run(where) if chat_template_kwargs is None else toml_table(chat_template_kwargs)
+    source = ModelConfig.parse(
+        {
+            "name": where,
+            "device": device,
+            "dtype": dtype,
+            "chat_template_kwargs": told,
+            "trust_remote_code": trust_remote_code,
+        },
+        "the command line",
+    )
     try:
         sampling = Sampling(max_tokens=max_tokens, temperature=temperature)
     except ValueError as error:
@@ -179,3 +205,14 @@ def _newest_checkpoint(model: str) -> str:
     if latest is None:
         raise ConfigError(f"the run {model} has no checkpoint yet")
     return str(latest.path)
+
+
+def _of_its_run(folder: str) -> Json:
+    """The template's variables with which a checkpoint was trained."""
+    from ludus.observe.files import read_regular
+
+    try:
+        told = json.loads(read_regular(Path(folder).parent.parent / "recipe.json"))["model"]
+        return dict(told.get("chat_template_kwargs", {}))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return {}

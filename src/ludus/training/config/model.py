@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ludus.core.config import Config, Place
 from ludus.observe.files import read_regular
@@ -58,6 +58,19 @@ class LoraConfig(Config):
         return self
 
 
+_NOT_VARIABLES = (
+    "messages",
+    "conversation",
+    "tools",
+    "documents",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+)
+"""Arguments of rendering that are not a template's own variables."""
+
+
 class ModelConfig(Config):
     """Which model: a folder, a short or hub name, or one made from scratch."""
 
@@ -74,11 +87,23 @@ class ModelConfig(Config):
     """Number format of the weights; auto is bfloat16 on a GPU that computes in it, and else float32."""
     device: str = "auto"
     """Where it runs: auto, cpu, cuda, cuda:1, ..."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the chat template, such as { enable_thinking = false }, wherever a conversation is rendered:
+    training, evaluation, serving."""
+    trust_remote_code: bool = False
+    """Run the Python code that the model's folder or hub page brings: it can do anything that you can."""
 
     @property
     def is_from_scratch(self) -> bool:
         """Whether it is made from scratch, or was in the run whose checkpoint it is."""
         return self.scratch is not None or (self.name is not None and _began_from_scratch(self.name))
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _are_variables(cls, given: dict[str, Any]) -> dict[str, Any]:
+        if own := [name for name in given if name in _NOT_VARIABLES]:
+            raise ValueError(f"{', '.join(own)} is given by Ludus: leave it out")
+        return given
 
     @model_validator(mode="after")
     def _one_of(self) -> ModelConfig:

@@ -92,6 +92,15 @@ class Recipe(Config):
         return self
 
     @model_validator(mode="after")
+    def _trusted_code(self) -> Recipe:
+        if self.model.trust_remote_code and self.cluster.engines:
+            raise ValueError(
+                "model.trust_remote_code: engines in processes of their own (cluster.engines) run no code that "
+                "a model brings; sample with the engine in the trainer's process, or with cluster.servers"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _shown_images(self) -> Recipe:
         if self.cluster.servers and self.model.vision in ("frozen", "trained"):
             raise ValueError(

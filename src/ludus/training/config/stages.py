@@ -32,9 +32,25 @@ class UsualRates:
         return self.scratch if model.is_from_scratch else self.full
 
 
-class OptimizerConfig(Config):
-    """AdamW and its schedule."""
+class MuonConfig(Config):
+    """Muon's own settings (Jordan et al., 2024; Moonlight's scale, so that rates are those of AdamW)."""
 
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the running mean of gradients."""
+    nesterov: bool = True
+    """Look one step ahead with it."""
+    iterations: int = Field(default=5, ge=1, le=20)
+    """Newton-Schulz iterations by which an update is made orthogonal."""
+
+
+class OptimizerConfig(Config):
+    """The optimizer and its schedule."""
+
+    name: Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "muon"] = "adamw"
+    """adamw; its states in 8 bits (package bitsandbytes, a GPU), also paged to the host; or muon for matrices
+    of layers, with AdamW for embeddings, heads and vectors. All but adamw need a single trainer rank."""
+    muon: MuonConfig = MuonConfig()
+    """Settings of name = "muon"."""
     learning_rate: float | None = Field(default=None, gt=0)
     """Peak learning rate. When left out, the usual one of the stage for a model made from scratch, a pretrained
     one or an adapter (docs/training.md); a run prints it, and its recipe.json has it."""
@@ -46,7 +62,7 @@ class OptimizerConfig(Config):
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay of matrices; vectors (norms, biases) have none."""
     betas: tuple[Decay, Decay] = (0.9, 0.99)
-    """Decay of the running moments."""
+    """Decay of AdamW's running moments."""
     max_gradient_norm: float = Field(default=1.0, gt=0)
     """Longer gradients are scaled down to this."""
     micro_batch_tokens: int = Field(default=16384, ge=1)
@@ -55,6 +71,12 @@ class OptimizerConfig(Config):
     """GiB that a pass may keep for its backward pass; "auto": what is free. Layers are recomputed to fit."""
     share_prefixes: bool = True
     """Compute a prefix that several rows of a pass begin with once; on a GPU only with flash attention."""
+
+    @model_validator(mode="after")
+    def _has_effect(self) -> OptimizerConfig:
+        if self.name != "muon" and self.muon != MuonConfig():
+            raise ValueError(f'muon would have no effect: name is "{self.name}"')
+        return self
 
     @property
     def peak_rate(self) -> float:

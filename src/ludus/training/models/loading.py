@@ -125,14 +125,20 @@ def load_model(
     if config.scratch is not None:
         fitted = fit_tokenizer(corpus, config.scratch.vocabulary)
         model = scratch_model(config.scratch, fitted, seed)
-        return model.to(device=device, dtype=dtype), HFTokenizer(fitted)
+        own = HFTokenizer(fitted, template_kwargs=config.chat_template_kwargs)
+        return model.to(device=device, dtype=dtype), own
     assert config.name is not None, "a recipe gives exactly one of name and scratch"
+    if config.trust_remote_code:
+        log.warning(
+            "model.trust_remote_code: the code that %s brings runs in this process, with all that you may do",
+            config.name,
+        )
     if is_adapter(config.name):
         model, tokenizer = _load_adapted(Path(config.name), config, dtype, base, hollow)
     else:
         folder = source_of(config.name) if base is None else base
-        tokenizer = load_tokenizer(folder)
-        model = load_weights(folder, dtype, hollow=hollow)
+        tokenizer = _tokenizer(folder, config)
+        model = load_weights(folder, dtype, hollow=hollow, trust=config.trust_remote_code)
         load_vision(model, tokenizer, folder, config.vision)
         if config.lora is not None:
             with standing_in(model):
@@ -159,14 +165,14 @@ def _load_adapted(
     base, revision = base_of(folder), revision_of(folder)
     try:
         weights, revision = (source_of(base, revision), revision) if given is None else (given, None)
-        model = load_weights(weights, dtype, revision, hollow=hollow)
+        model = load_weights(weights, dtype, revision, hollow=hollow, trust=config.trust_remote_code)
     except ConfigError as error:
         raise ConfigError(
             f"the adapter in {folder} is for the model {base!r}, which cannot be loaded ({error}); where it "
             f"has moved, set base_model_name_or_path in {folder / CONFIG}"
         ) from error
     own = (folder / "tokenizer_config.json").is_file()
-    tokenizer = load_tokenizer(folder) if own else load_tokenizer(weights, revision=revision)
+    tokenizer = _tokenizer(str(folder), config) if own else _tokenizer(weights, config, revision)
     load_vision(model, tokenizer, weights, config.vision, revision)
     with standing_in(model):
         adapted: Any = load_adapter(model, folder, config.lora)
@@ -174,12 +180,22 @@ def _load_adapted(
     return adapted, tokenizer
 
 
-def tokenizer_of(name: str) -> HFTokenizer:
-    """A model's tokenizer alone."""
-    folder = Path(name)
+def _tokenizer(folder: str, config: ModelConfig, revision: str | None = None) -> HFTokenizer:
+    return load_tokenizer(
+        folder,
+        revision=revision,
+        template_kwargs=config.chat_template_kwargs,
+        trust_remote_code=config.trust_remote_code,
+    )
+
+
+def tokenizer_of(config: ModelConfig) -> HFTokenizer:
+    """A named model's tokenizer alone."""
+    assert config.name is not None
+    folder = Path(config.name)
     if is_adapter(folder) and not (folder / "tokenizer_config.json").is_file():
-        return load_tokenizer(source_of(base_of(folder)), revision=revision_of(folder))
-    return load_tokenizer(name if is_adapter(folder) else source_of(name))
+        return _tokenizer(source_of(base_of(folder)), config, revision_of(folder))
+    return _tokenizer(config.name if is_adapter(folder) else source_of(config.name), config)
 
 
 def source_of(name: str, revision: str | None = None) -> str:
@@ -207,18 +223,33 @@ def _moved(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def load_weights(
-    name: str, dtype: torch.dtype, revision: str | None = None, *, hollow: bool = False
+    name: str,
+    dtype: torch.dtype,
+    revision: str | None = None,
+    *,
+    hollow: bool = False,
+    trust: bool = False,
 ) -> nn.Module:
-    """A causal LM from a folder or the hub, there in its newest version or in the one that is named."""
+    """A causal LM from a folder or the hub, there in its newest version or in the one that is named.
+
+    `trust` runs the code that comes with it (model.trust_remote_code).
+    """
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(name, revision=revision or "main")
+        config = AutoConfig.from_pretrained(name, revision=revision or "main", trust_remote_code=trust)
         silenced = without_dropout(config)
         model = (
-            _made(name, config, dtype, revision) if hollow else _loaded(name, config, dtype, revision)
+            _made(name, config, dtype, revision, trust)
+            if hollow
+            else _loaded(name, config, dtype, revision, trust)
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        if "trust_remote_code" in str(error):
+            raise ConfigError(
+                f"model.name = {name!r} brings Python code of its own, which could do anything that you can: "
+                "read it, then set model.trust_remote_code = true to run it"
+            ) from error
         raise ConfigError(
             f"model.name = {name!r} is neither a folder with a whole model in Hugging Face format nor a "
             f"name that the hub answers to: {error}"
@@ -228,10 +259,15 @@ def load_weights(
     return model
 
 
-def _loaded(name: str, config: Any, dtype: torch.dtype, revision: str | None) -> nn.Module:
+def _loaded(name: str, config: Any, dtype: torch.dtype, revision: str | None, trust: bool) -> nn.Module:
     with without_progress_bars():
         model, found = auto_class(config).from_pretrained(
-            name, config=config, dtype=dtype, output_loading_info=True, revision=revision or "main"
+            name,
+            config=config,
+            dtype=dtype,
+            output_loading_info=True,
+            revision=revision or "main",
+            trust_remote_code=trust,
         )
     missing = sorted(found["missing_keys"])
     if missing:
@@ -247,12 +283,12 @@ def _loaded(name: str, config: Any, dtype: torch.dtype, revision: str | None) ->
     return loaded
 
 
-def _made(name: str, config: Any, dtype: torch.dtype, revision: str | None) -> nn.Module:
+def _made(name: str, config: Any, dtype: torch.dtype, revision: str | None, trust: bool) -> nn.Module:
     """The module without its weights; with its files, where these have them under its own names."""
     from transformers import GenerationConfig
 
     with hollow_parameters():
-        model: Any = auto_class(config).from_config(config, dtype=dtype)
+        model: Any = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=trust)
     with suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(name, revision=revision or "main")
     files = WeightFiles.find(name, revision)

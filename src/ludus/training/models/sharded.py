@@ -81,7 +81,9 @@ def source_for_ranks(
                     "cluster.trainer_ranks=1, or save it as a plain one first"
                 )
         dtype = dtype_of(config, device_for(config))
-        inner: Any = load_weights(source_of(name, revision), dtype, revision, hollow=True)
+        inner: Any = load_weights(
+            source_of(name, revision), dtype, revision, hollow=True, trust=config.trust_remote_code
+        )
         is_blind = config.vision == "off" or not hasattr(inner, "get_image_features")
         if inner.ludus_files is not None and is_blind:
             probe_architecture(inner)

@@ -34,7 +34,8 @@ from ludus.training.data.micro_batches import (
 from ludus.training.optim.forward import shares_prefixes
 from ludus.training.optim.logprobs import action_logprobs, logprobs_of
 from ludus.training.optim.memory import MemoryBudget
-from ludus.training.optim.optimizer import GradientAccumulator, MasterAdamW, lr_factor
+from ludus.training.optim.optimizer import GradientAccumulator, lr_factor
+from ludus.training.optim.other_optimizers import optimizer_for
 from ludus.training.optim.shard_files import UnsavedError, read_shards, write_shards
 from ludus.training.optim.sharding import (
     RankGroup,
@@ -68,7 +69,7 @@ class Updater:
         """The ranks that the model is sharded over; each computes its share of a step's micro-batches."""
         self.device = next(model.parameters()).device
         trainable = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer = MasterAdamW(trainable, config, self.group)
+        self.optimizer = optimizer_for(model, config, self.group)
         self._gradients = GradientAccumulator(trainable)
         self._splitter = MicroBatchSplitter(config.micro_batch_tokens)
         self._memory = MemoryBudget(model, config.activation_memory)
@@ -216,9 +217,8 @@ class Updater:
                 continue
             master = self.optimizer.masters.of(parameter)
             kept = self.optimizer.state_of(master)
-            found[f"step.{name}"] = kept["step"]
-            found[f"exp_avg.{name}"] = sharded_like(kept["exp_avg"], parameter)
-            found[f"exp_avg_sq.{name}"] = sharded_like(kept["exp_avg_sq"], parameter)
+            for kind, tensor in kept.items():
+                found[f"{kind}.{name}"] = tensor if kind == "step" else sharded_like(tensor, parameter)
             if parameter.dtype != master.dtype:
                 found[f"master.{name}"] = sharded_like(master, parameter)
         return found
@@ -226,6 +226,7 @@ class Updater:
     def take(self, tensors: Mapping[str, Tensor]) -> None:
         """After something has been read into the tensors of `tensors`."""
         self.steps_done = int(tensors["steps_done"])
+        self.optimizer.adopt_state()
         self.optimizer.masters.adopt_changes(always=True)
 
 

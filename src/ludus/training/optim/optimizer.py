@@ -144,6 +144,9 @@ class MasterAdamW(torch.optim.AdamW):
             state["exp_avg_sq"] = torch.zeros_like(master)
         return state
 
+    def adopt_state(self) -> None:
+        """After something has been read into the tensors that `state_of` gave: they are the state itself."""
+
     def _step_in_turns(self, pairs: Pairs, norm: Tensor) -> None:
         """By torch's own operations: its step, and the rounding after it. The pairs are used up."""
         self.zero_grad(set_to_none=True)

@@ -135,7 +135,8 @@ def distill(
 def check_teacher(context: RunContext, config: DistillationConfig) -> None:
     """Refuse a teacher to which the student's tokens mean something else; it may have further ones."""
     try:
-        theirs = tokenizer_of(config.teacher)
+        trust = context.recipe.model.trust_remote_code
+        theirs = tokenizer_of(ModelConfig(name=config.teacher, trust_remote_code=trust))
     except ConfigError as error:
         raise ConfigError(f"the teacher: {error}") from error
     compare_tokenizers(context.tokenizer, theirs, config.teacher)
