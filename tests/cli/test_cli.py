@@ -167,7 +167,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(project: Path, staleness: int) -> No
 
 INTERRUPTED = """
 import os, signal
-import ludus.cli.train as command
+import ludus.observe.tables as tables
 import ludus.training.api as api
 from ludus.cli.main import run
 
@@ -189,7 +189,10 @@ run()
             "api.write_report",
             "stopped; saved after step 1 in .*Go on with: ludus train --resume stopped",
         ),
-        ("command.table_rich", "stopped; the run has ended: stopped/report.md, stopped/checkpoints/"),
+        (
+            "tables.ReportTable.rich",
+            "stopped; the run has ended: stopped/report.md, stopped/checkpoints/",
+        ),
     ],
 )
 def test_ctrl_c_in_the_report_says_what_is_saved(project: Path, name: str, told: str) -> None:

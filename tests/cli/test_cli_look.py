@@ -91,14 +91,16 @@ def ludus(*arguments: str) -> str:
 def test_lost_episodes_are_in_what_people_look_at(project: Path) -> None:
     said = ludus("train", "recipe.toml", "rl.steps=1")
     assert "success 100.0% (6 of 10 scored), 4 FAILED (95% interval" in said
-    assert "FAILED 40%" in said, "in the progress line"
-    assert "4 of 10 held-out episodes (40%) failed through no fault of the model's" in said
+    assert "FAILED 40.0%" in said, "in the progress line"
+    assert "4 of 10 held-out episodes (40.0%) failed through no fault of the model's" in said
     assert "KeyError: 'missing'" in said
     report = RunFolder(project / "runs" / "adding-001").report_path.read_text()
     rows = [line for line in report.splitlines() if line.startswith("| a")]
-    assert len(rows) == 2 and all("100.0% (6 of 10 scored)" in row for row in rows)
-    assert all("| 4 of 10 |" in row and re.search(r"\| \d\d\.\d% to 100\.0% \|", row) for row in rows)
-    assert "8 of 20 held-out episodes (40%)" in report and "8 of 20 training episodes" in report
+    assert len(rows) == 2 and all("| 6 of 10 |" in row for row in rows)
+    assert all(
+        "| 4 |" in row and re.search(r"\| 100\.0% \[\d\d\.\d%, 100\.0%\] \|", row) for row in rows
+    )
+    assert "8 of 20 held-out episodes (40.0%)" in report and "8 of 20 training episodes" in report
     assert "Most often" in report and "KeyError: 'missing'" in report
 
 
@@ -150,7 +152,7 @@ def test_a_run_made_in_python_says_what_a_command_lacks(project: Path) -> None:
 
 def test_steps_without_signal_are_told_with_what_to_do(project: Path) -> None:
     said = ludus("train", "recipe.toml", 'rewards=["task.py:constant"]', "rl.steps=3", "rl.tasks=2")
-    assert "NO SIGNAL 100%" in said and "no signal in 3 steps in a row" in said
+    assert "NO SIGNAL 100.0%" in said and "no signal in 3 steps in a row" in said
     report = RunFolder(project / "runs" / "adding-001").report_path.read_text()
     assert "no signal in 3 of 3 steps" in report and "the tasks are too hard" in report
     assert "rl.attempts" in report

@@ -10,7 +10,7 @@ import pytest
 from ludus.core import Task, Trajectory
 from ludus.core.trajectory import Group
 from ludus.observe import RunFolder, RunWriter
-from ludus.observe.background import BackgroundWriter
+from ludus.observe.run_writer import BackgroundWriter
 
 
 def test_writes_happen_in_order_and_are_done_after_a_flush() -> None:

@@ -9,15 +9,15 @@ from rich.console import Console
 from ludus.core import Boundary, Failure, Fault, Message, StopReason, ToolCall
 from ludus.observe import (
     Progress,
+    ReportTable,
     RunFolder,
+    Share,
     episode_text,
     plot_curve,
     printable,
     series,
     setup_logging,
     smoothed,
-    table_markdown,
-    table_rich,
 )
 
 NUMBERS = {
@@ -42,12 +42,12 @@ def test_elsewhere_than_on_a_terminal_there_is_a_plain_line_now_and_then():
         progress.update(6, {})
     lines = screen.file.getvalue().splitlines()
     assert len(lines) == 4
-    shown = "success 25%  turns 3.00  tool errors 10%  tokens/s 1,234  note [red]\\x1b[2J"
+    shown = "success 25.0%  turns 3.00  tool errors 10.0%  tokens/s 1,234  note [red]\\x1b[2J"
     assert lines[0] == f"training [bold] 2/6  reward 1.50  {shown}"
     assert lines[1].startswith("training [bold] 4/6  reward 3.50")
     assert lines[2:] == [
         "saved",
-        "training [bold] 6/6  reward 5.00  success 25%  turns 3.00  tool errors 10%  tokens/s 1,234",
+        "training [bold] 6/6  reward 5.00  success 25.0%  turns 3.00  tool errors 10.0%  tokens/s 1,234",
     ]
 
 
@@ -59,7 +59,7 @@ def test_on_a_terminal_there_is_a_bar_and_it_is_gone_after_an_interrupt():
         raise KeyboardInterrupt
     output = screen.file.getvalue()
     assert "3/10" in output
-    assert "reward 0.50  success 25%  turns 3.00  tool errors 10%  tokens/s 1,234" in output
+    assert "reward 0.50  success 25.0%  turns 3.00  tool errors 10.0%  tokens/s 1,234" in output
     assert "resumed" in output
     assert output.count("\x1b[?25h") == output.count("\x1b[?25l") == 1  # the cursor is back
     for thread in set(threading.enumerate()) - before:
@@ -94,15 +94,20 @@ def test_series_and_smoothing():
 
 def test_tables():
     columns, rows = ["when", "success"], [["before | after [b]", 0.5], ["now\n", None]]
-    assert table_markdown(columns, rows) == (
+    assert ReportTable(columns, rows).markdown() == (
         "| when | success |\n|---|--:|\n| before \\| after [b] | 0.500 |\n| now  | – |\n"
     )
     screen = console(terminal=False)
-    screen.print(table_rich("held [out]", columns, rows))
+    screen.print(ReportTable(columns, rows, "held [out]").rich())
     assert "held [out]" in screen.file.getvalue()
     assert "before | after [b]" in screen.file.getvalue()
     assert "0.500" in screen.file.getvalue()
-    assert table_markdown(["a"], []) == "| a |\n|---|\n"
+    shares = ReportTable(["who", "won"], [["a", Share(0.75)], ["b", Share(1, 0.5, 1)]])
+    assert shares.texts == [["a", "75.0%"], ["b", "100.0% [50.0%, 100.0%]"]]
+    assert shares.as_json()["rows"][1] == ["b", {"value": 1, "low": 0.5, "high": 1}]
+    screen.print(shares.rich())
+    assert "100.0% [50.0%, 100.0%]" in screen.file.getvalue() and "75.0%" in shares.markdown()
+    assert ReportTable(["a"], []).markdown() == "| a |\n|---|\n"
 
 
 def test_an_episode_reads_as_a_conversation():

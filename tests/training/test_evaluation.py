@@ -189,11 +189,14 @@ def test_what_failed_is_played_again_and_newer_parts_count(tmp_path: Path) -> No
         assert results.cell("some/model", {"name": "y"}, 4).path != cell.path
 
 
-def test_a_folder_in_which_nothing_was_played_does_not_stay(tmp_path: Path) -> None:
-    with pytest.raises(LudusError), ResultsFolder.numbered("a b/c", {"format": 1}, tmp_path) as results:
+def test_a_folder_in_which_nothing_was_played_does_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LudusError), ResultsFolder.at(None, "a b/c", {"format": 1}) as results:
         assert results.path.name == "a-b-c-001"
         raise LudusError("no such model")
-    assert list(tmp_path.iterdir()) == []
+    assert list((tmp_path / "evaluations").iterdir()) == []
 
 
 # -- studies with a real little model ------------------------------------------------------------------------
@@ -408,9 +411,9 @@ def test_reports_say_what_was_lost(tmp_path: Path) -> None:
     one = Study((ModelResult("model", 2, evaluation(groups), 0),), QUICK)
     shown = {str(row[0]): row[1] for row in single_table(one).rows}
     assert shown["scored episodes"] == "12 of 20" and shown["failed episodes"] == 8
-    assert shown["success, failed ones as 0 / as 1"] == "0.600 / 1.000"
+    assert shown["success, failed ones as 0 / as 1"] == "60.0% / 100.0%"
     text = study_markdown(one)
-    assert "8 of 20 model's episodes (40%) failed" in text and "Most often (8 times)" in text
+    assert "8 of 20 model's episodes (40.0%) failed" in text and "Most often (8 times)" in text
 
 
 def test_a_recipe_says_how_evaluations_are_drawn() -> None:

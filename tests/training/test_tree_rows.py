@@ -13,7 +13,7 @@ from ludus.algos import by_token
 from ludus.core import Branch, Group, Message, Segment, SegmentKind, StopReason, Task, Trajectory
 from ludus.core.trajectory import TokenSequence
 from ludus.observe import read_groups, rollout_metrics, write_groups
-from ludus.observe.episodes.store import select_trajectories
+from ludus.observe.episodes import select_trajectories
 from ludus.training import Batch
 from ludus.training.data.batch import advantage_inputs
 

@@ -162,7 +162,7 @@ def test_a_run_in_which_nothing_succeeds_needs_a_person(tmp_path: Path) -> None:
     """From the first silent step on; what an untrained model was measured at is no news."""
     silent = rows(no_signal=always(1.0), success=always(0.0), reward=always(0.0), reward_std=always(0.0))
     one = found(silent[:1])["no_signal"]
-    assert one.severity == "error" and "0% succeed" in one.title
+    assert one.severity == "error" and "0.0% succeed" in one.title
     assert found(rows(no_signal=always(1.0), success=always(0.95)))["no_signal"].severity == "note"
     lost = [faulty(n, str(n), 0.0) for n in range(20)]
     assert "never_succeeds" in kinds_of(tmp_path / "lost", {1: lost})

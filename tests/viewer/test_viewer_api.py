@@ -686,7 +686,7 @@ def test_pictures_are_kept_once_and_up_to_a_limit(tmp_path: Path) -> None:
     import hashlib
 
     from ludus.core import EnvRender, Media
-    from ludus.observe.episodes.media import MediaStore
+    from ludus.observe.episodes import MediaStore
 
     def shown(*pictures: bytes) -> Group:
         one = episode()

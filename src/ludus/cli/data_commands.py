@@ -120,7 +120,7 @@ def mcp_rl(
     ] = None,
 ) -> None:
     """From an MCP server to a trained agent: write scenarios, play, rank by a judge (RULER), GRPO, report."""
-    from ludus.cli.mcp_rl import McpRlSettings, new_folder, run_mcp_rl
+    from ludus.cli.mcp_rl import McpRlSettings, run_mcp_rl
     from ludus.core.failures import ConfigError
 
     if writer is None:
@@ -136,7 +136,7 @@ def mcp_rl(
     settings = McpRlSettings(
         table, model, writer, judge or writer, scenarios, held_out, about, imitate, seed
     )
-    run_mcp_rl(settings, out or new_folder(), overrides or [])
+    run_mcp_rl(settings, out, overrides or [])
 
 
 def prefer(

@@ -22,18 +22,16 @@ from ludus.core.failures import (
     not_there,
 )
 from ludus.core.generation import Sampling
-from ludus.core.messages import Json
 from ludus.core.task import Task
 from ludus.core.trajectory import Group, Trajectory
 from ludus.engine.servers import RemoteOptions
 from ludus.llm import is_address
 from ludus.observe import (
-    Cell,
+    ReportTable,
     RunFolder,
     episode_text,
     printable,
     rollout_metrics,
-    table_rich,
     write_groups,
 )
 from ludus.training.config.parts import Parts, check_rebuilt, load_parts, task_set_specs
@@ -44,6 +42,7 @@ from ludus.training.evaluation.report import (
     comparison_table,
     letters,
     lost_warnings,
+    metric_rows,
     short_table,
     single_table,
     write_report,
@@ -122,19 +121,6 @@ class EvalOptions:
         )
 
 
-SHOWN_METRICS = {
-    "success": "success",
-    "reward": "reward",
-    "turns": "turns",
-    "tool_calls": "tool calls",
-    "invalid_call_share": "tool errors (share)",
-    "truncated": "truncated (share)",
-    "tokens/action": "tokens said",
-    "failures": "infrastructure failures",
-}
-"""The numbers of the table, and what they are called there."""
-
-
 def run_evaluation(
     source: Path, overrides: list[str], study_options: EvalOptions, options: PlayOptions
 ) -> None:
@@ -166,7 +152,7 @@ def run_evaluation(
         )
 
     console = Console()
-    with _results(study_options.results, recipe, settings) as results:
+    with ResultsFolder.at(study_options.results, recipe.name, settings) as results:
         with console.status("loading") as status:
 
             def on_group(model: str, turns: int, done: int, total: int) -> None:
@@ -188,12 +174,6 @@ async def _players(recipe: Recipe, own: str | None, options: EvalOptions) -> lis
         names.append(options.against)
     remote = options.remote()
     return [await find_model(name, recipe, tokenizer=options.tokenizer, remote=remote) for name in names]
-
-
-def _results(folder: Path | None, recipe: Recipe, settings: Json) -> ResultsFolder:
-    if folder is not None:
-        return ResultsFolder(folder, settings)
-    return ResultsFolder.numbered(recipe.name, settings)
 
 
 def _statistics(options: EvalOptions, held_out: Sequence[EvalTasks], attempts: int) -> SummaryOptions:
@@ -245,7 +225,7 @@ def _show(console: Console, study: Study, options: PlayOptions) -> None:
     for model, letter in letters(study).items() if not is_single else ():
         console.print(Text(f"{letter} = {model}"))
     for table in tables:
-        console.print(table_rich(table.title, table.columns, table.rows))
+        console.print(table.rich())
     for text in lost_warnings(study):
         console.print(Text(f"warning: {printable(text)}", style="yellow"), soft_wrap=True)
     if options.out is not None:
@@ -350,8 +330,7 @@ def _play(
     with console.status(f"playing {count * attempts} episodes"):
         result = asyncio.run(play(recipe, parts, tasks, attempts, sampling, options.seed))
     _show_episodes(console, result.trajectories[: options.show])
-    columns, rows = _metrics_table(result)
-    console.print(table_rich(f"{count} tasks × {attempts}", columns, rows))
+    console.print(_metrics_table(result, f"{count} tasks × {attempts}").rich())
     if options.out is not None:
         write_groups(options.out, result.groups, split="rollout")
         console.print(Text(f"episodes: {options.out}"))
@@ -370,7 +349,7 @@ def _show_episodes(console: Console, trajectories: Sequence[Trajectory]) -> None
         console.print(Text(episode_text(trajectory)), soft_wrap=True)
 
 
-def _metrics_table(result: Evaluation) -> tuple[tuple[str, ...], list[list[Cell]]]:
+def _metrics_table(result: Evaluation, title: str) -> ReportTable:
     """A column over everything, and one for each task set where there are several."""
     sets: dict[str, list[Group]] = {}
     for group in result.groups:
@@ -378,9 +357,4 @@ def _metrics_table(result: Evaluation) -> tuple[tuple[str, ...], list[list[Cell]
     found = {"value": result.metrics}
     if len(sets) > 1:
         found = {"all": result.metrics} | {name: rollout_metrics(own) for name, own in sets.items()}
-    rows: list[list[Cell]] = [
-        [label, *(round(one[name], 3) if name in one else None for one in found.values())]
-        for name, label in SHOWN_METRICS.items()
-        if name in result.metrics
-    ]
-    return ("metric", *found), rows
+    return ReportTable(("metric", *found), metric_rows(list(found.values())), title)

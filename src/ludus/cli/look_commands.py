@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import webbrowser
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ludus.cli.options import Model
+from ludus.core.failures import ConfigError, MissingExtraError
 
 
 def init(
@@ -125,24 +130,43 @@ def view(
     browser: Annotated[bool, typer.Option(help="Open a browser.")] = False,
 ) -> None:
     """Look inside runs in a browser: curves, episodes, tokens, comparisons: `ludus view runs/`."""
-    from ludus.cli.view import run_viewer
+    for package in ("aiohttp", "duckdb"):
+        try:
+            import_module(package)
+        except ImportError:
+            raise MissingExtraError(package, "view", "the viewer") from None
+    if overrides and play is None:
+        raise ConfigError(f"{overrides[0]} is for --play, which names a recipe or a run")
+    from ludus.viewer import ViewerConfig, serve_viewer
 
-    run_viewer(folder, overrides or [], play, model, host, port, token, browser)
+    console, loaded = Console(), None
+    if play is not None:
+        from ludus.cli.eval import load
+
+        console.print(Text(f"loading {play}"), soft_wrap=True)
+        loaded = load(play, overrides or [], model)
+
+    def ready(address: str) -> None:
+        console.print(Text(f"{folder}: {address}"), soft_wrap=True)
+        console.print(Text("Ctrl-C ends it; reading never changes a run", style="dim"), soft_wrap=True)
+        if browser:
+            webbrowser.open(address)
+
+    asyncio.run(serve_viewer(ViewerConfig(folder, host, port, token or None, loaded), ready))
 
 
 def envs() -> None:
     """List the prebuilt environments, and what has to be installed for each; then those of others."""
-    from rich.table import Table
-
     from ludus.envs.world import World, listed_envs
+    from ludus.observe import ReportTable
 
-    table = Table("environment", "what it is", "turns", "ready", box=None, pad_edge=False)
+    rows = []
     for one in listed_envs():
         missing = one.missing()
-        ready = Text("needs " + "; ".join(missing), "yellow") if missing else Text("yes", "green")
         turns = str(one.max_turns) if isinstance(one, World) else ""
-        table.add_row(one.name, one.summary, turns, ready)
-    Console().print(table)
+        rows.append((one.name, one.summary, turns, "needs " + "; ".join(missing) if missing else "yes"))
+    columns = ("environment", "what it is", "turns", "ready")
+    Console().print(ReportTable(columns, rows).rich({"yes": "green"}))
 
 
 def simulate(
@@ -171,13 +195,42 @@ def cluster(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Look at a Ray cluster: its nodes, and the trainer ranks, engines and tools of all runs on them."""
-    import json
-
-    from ludus.cli.cluster import print_cluster
     from ludus.dist.cluster import look
+    from ludus.observe import ReportTable
 
     status = look(address)
     if as_json:
         print(json.dumps(status.to_json()))
+        return
+    nodes = [
+        (
+            node.id[:6],
+            node.address,
+            f"{max(0, node.free_cpus):g} of {node.cpus:g}",
+            f"{node.free_gpus:g} of {node.gpus:g}" if node.gpus else None,
+        )
+        for node in status.nodes
+    ]
+    actors = [
+        (
+            one.run,
+            f"{one.role} {one.number}",
+            one.node and one.node[:6],
+            one.pid,
+            one.state,
+            None if one.memory_bytes is None else f"{one.memory_bytes / 2**20:,.0f} MiB",
+            None if one.seconds_since_heard is None else f"{one.seconds_since_heard:.0f} s ago",
+            ", ".join(
+                [f"GPU {', '.join(one.gpu_ids)}"] * bool(one.gpu_ids)
+                + [f"{key} {value}" for key, value in (one.facts or {}).items()]
+            ),
+        )
+        for one in status.actors
+    ]
+    console = Console(soft_wrap=True)
+    console.print(ReportTable(("node", "address", "CPUs free", "GPUs free"), nodes).rich())
+    if actors:
+        columns = ("run", "what", "node", "pid", "state", "memory", "heard", "facts")
+        console.print(ReportTable(columns, actors).rich())
     else:
-        print_cluster(status)
+        console.print(Text("no actors of Ludus here"))

@@ -37,7 +37,7 @@ from ludus.core.config import read_toml, toml_text
 from ludus.core.failures import ConfigError, Fault, InfraError
 from ludus.core.messages import Json
 from ludus.core.trajectory import Group, Trajectory, is_success
-from ludus.observe import RunFolder, atomic_write, table_markdown, table_rich
+from ludus.observe import Cell, ReportTable, RunFolder, atomic_write, numbered_folder, share_text
 from ludus.tools.mcp import MCPServerConfig, mcp_tools
 
 if TYPE_CHECKING:
@@ -104,13 +104,14 @@ class McpRlSettings:
         return load_chat_model(table)
 
 
-def run_mcp_rl(settings: McpRlSettings, folder: Path, overrides: Sequence[str]) -> None:
+def run_mcp_rl(settings: McpRlSettings, out: Path | None, overrides: Sequence[str]) -> None:
     """The whole pipeline, with what it does said on stderr."""
     from ludus.llm.config import check_reachable
 
     console = Console(stderr=True)
     MCPServerConfig.of(settings.server).check_program()
     asyncio.run(check_reachable(settings.writer, settings.judge))
+    folder = numbered_folder("runs", "mcp-rl") if out is None else out
     folder.mkdir(parents=True, exist_ok=True)
     console.print(Text(f"folder: {folder}"), soft_wrap=True)
     again = f"the same command and --out {folder}"
@@ -122,19 +123,10 @@ def run_mcp_rl(settings: McpRlSettings, folder: Path, overrides: Sequence[str]) 
     _train(folder, settings, overrides, console, again)
     console.print(Text(f"before and after: asking {settings.judge}"), soft_wrap=True)
     with stopped_says(console, f"the run has ended, and is not compared yet. Go on with {again}"):
-        rows = asyncio.run(until_told(_compare(folder, settings)))
-    text = _report(settings, folder, rows)
-    atomic_write(folder / REPORT, text)
-    Console().print(table_rich("", _COLUMNS, rows))
+        table = asyncio.run(until_told(_compare(folder, settings)))
+    atomic_write(folder / REPORT, _report(settings, folder, table))
+    Console().print(table.rich())
     console.print(Text(f"report:  {folder / REPORT}"), soft_wrap=True)
-
-
-def new_folder() -> Path:
-    """The first of runs/mcp-rl-001, ... that is free."""
-    number = 1
-    while (path := Path("runs") / f"mcp-rl-{number:03d}").exists():
-        number += 1
-    return path
 
 
 # Scenarios
@@ -277,7 +269,7 @@ def _check_unchanged(folder: Path, settings: McpRlSettings) -> None:
 # Before and after
 
 
-async def _compare(folder: Path, settings: McpRlSettings) -> list[list[str]]:
+async def _compare(folder: Path, settings: McpRlSettings) -> ReportTable:
     """The held-out episodes of each evaluation, ranked together: one question for each scenario."""
     from ludus.rewards.judges import Ruler
     from ludus.training.config.recipe import Recipe
@@ -295,7 +287,8 @@ async def _compare(folder: Path, settings: McpRlSettings) -> list[list[str]]:
         scores = await _ranked(Ruler(judge), found)
     finally:
         await judge.close()
-    return [_row(stage, episodes, scores.get(stage, [])) for stage, episodes in found.items()]
+    rows = [_row(stage, episodes, scores.get(stage, [])) for stage, episodes in found.items()]
+    return ReportTable(_COLUMNS, rows)
 
 
 async def _ranked(ruler: Any, found: Mapping[str, Sequence[Trajectory]]) -> dict[str, list[float]]:
@@ -317,26 +310,26 @@ async def _ranked(ruler: Any, found: Mapping[str, Sequence[Trajectory]]) -> dict
     return scores
 
 
-def _row(stage: str, episodes: Sequence[Trajectory], scores: Sequence[float]) -> list[str]:
+def _row(stage: str, episodes: Sequence[Trajectory], scores: Sequence[float]) -> list[Cell]:
     played = [t for t in episodes if t.failure is None]
     calls = [call for t in played for call in t.calls]
     faults = [fault for t in played for action in t.actions for fault in action.faults]
     illegal = sum(call.fault is not None for call in calls) + sum(fault in _ILLEGAL for fault in faults)
-    legal = f"{1 - illegal / len(calls):.0%} of {len(calls)}" if calls else "no calls"
+    legal = f"{share_text(1 - illegal / len(calls))} of {len(calls)}" if calls else "no calls"
     planned = sum(is_success(t) for t in played)
-    mean = f"{sum(scores) / len(scores):.2f} ({len(scores)})" if scores else "–"
-    each = f"{len(calls) / len(played):.1f}" if played else "–"
+    mean = f"{sum(scores) / len(scores):.3f} ({len(scores)})" if scores else None
+    each = len(calls) / len(played) if played else None
     return [stage, mean, f"{planned} of {len(played)}", legal, each]
 
 
-def _report(settings: McpRlSettings, folder: Path, rows: Sequence[Sequence[str]]) -> str:
+def _report(settings: McpRlSettings, folder: Path, table: ReportTable) -> str:
     about = json.loads((folder / SCENARIOS).read_text(encoding="utf-8"))
     reasons = "".join(f"\n- left out, {reason}: {count}" for reason, count in about["rejected"].items())
     return (
         f"# {settings.server['mcp']}\n\nModel `{settings.model}`, scenarios by `{settings.writer}`, judged by "
         f"`{settings.judge}`.\n\n- {about['train']} scenarios to train on, {about['held_out']} held out, of "
         f"{about['proposed']} proposed{reasons}\n\n"
-        f"{table_markdown(_COLUMNS, rows)}\n\n"
+        f"{table.markdown()}\n"
         "RULER score: the judge ranks the episodes of all stages at one scenario together, from 0 to 1; in "
         "brackets, the scenarios that have a verdict. Planned calls: episodes that made every call of the "
         "scenario's plan, with the same arguments; another way to do it does not count there.\n"

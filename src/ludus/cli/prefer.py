@@ -19,7 +19,7 @@ from ludus.core.failures import ConfigError, LudusError, not_there
 from ludus.core.trajectory import Group
 from ludus.core.user_files import file_problem, json_lines, read_user_text
 from ludus.llm import ChatError
-from ludus.observe import Cell, RunFolder, printable, read_groups, table_rich
+from ludus.observe import ReportTable, RunFolder, printable, read_groups, share_text
 from ludus.rewards.judges import PairJudge
 from ludus.rewards.judges.evidence import transcript
 from ludus.rewards.preferences import (
@@ -79,7 +79,9 @@ def collect_preferences(
             _ask_judge(console, PairJudge(judge, dimensions=dimensions), chosen, write, out)
     if labels is not None:
         same, both = agreement(rows, _rows(labels))
-        shown = f"{same} of {both} ({same / both:.0%})" if both else "no pair that both files have"
+        shown = (
+            f"{same} of {both} ({share_text(same / both)})" if both else "no pair that both files have"
+        )
         console.print(f"agreement with {labels}: {shown}", soft_wrap=True)
 
 
@@ -212,10 +214,8 @@ def train_reward_model(data: Path, out: Path, model: str | None, settings: Seque
             ),
         )
     what = "held-out accuracy" if result.kind == "preference" else "held-out correlation"
-    rows: list[list[Cell]] = [
-        [name, str(result.measured.get(name, "–")), result.counts[name]] for name in result.counts
-    ]
-    console.print(table_rich("reward model", ("head", what, "held out"), rows))
+    rows = [[name, result.measured.get(name), count] for name, count in result.counts.items()]
+    console.print(ReportTable(("head", what, "held out"), rows, "reward model").rich())
     reward = "reward_model" if result.kind == "preference" else "step_model"
     console.print(
         f"trained on {result.trained_on}; written to {result.folder}. In a recipe: "

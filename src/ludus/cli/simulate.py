@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
 
 from ludus.core.config import apply_overrides
 from ludus.core.failures import ConfigError
+from ludus.observe import Cell, ReportTable, Share
 from ludus.training.simulation import SimulationConfig, simulate
 
 _COLUMNS = ("s/step", "gain", "eps/s", "tok/s", "play", "train", "lag", "deaths", "ms/group")
@@ -25,14 +25,15 @@ def print_simulation(settings: Sequence[str], sweep: Sequence[str]) -> None:
     """Print the table, whole: a narrow terminal would cut its numbers."""
     console = Console()
     console = console if console.width >= _WIDTH else Console(width=_WIDTH)
-    console.print(simulation_table(settings, sweep))
+    console.print(simulation_table(settings, sweep).rich())
+    console.print(CAPTION)
 
 
-def simulation_table(settings: Sequence[str], sweep: Sequence[str]) -> Table:
+def simulation_table(settings: Sequence[str], sweep: Sequence[str]) -> ReportTable:
     """Simulate every row of a sweep, each also with a staleness of 0."""
-    names, rows = _rows(sweep)
-    table = Table(*names, *_COLUMNS, box=None, pad_edge=False, caption=CAPTION, caption_justify="left")
-    for values in rows:
+    names, swept = _rows(sweep)
+    rows: list[list[Cell]] = []
+    for values in swept:
         chosen = [f"{name}={value}" for name, value in zip(names, values, strict=True)]
         config = SimulationConfig.parse(apply_overrides({}, [*settings, *chosen]), "the simulation")
         if config.steps < _FEWEST_STEPS:
@@ -42,19 +43,19 @@ def simulation_table(settings: Sequence[str], sweep: Sequence[str]) -> Table:
             )
         run = simulate(config)
         waiting = simulate(config.model_copy(update={"staleness": 0, "staleness_window": 1}))
-        table.add_row(
-            *values,
-            f"{run.step_seconds:.2f}",
-            f"{waiting.step_seconds / run.step_seconds:.2f}",
-            f"{run.episodes_per_second:,.0f}",
-            f"{run.tokens_per_second:,.0f}",
-            f"{run.engine_busy:.0%}",
-            f"{run.trainer_busy:.0%}",
+        row: list[Cell] = [
+            run.step_seconds,
+            waiting.step_seconds / run.step_seconds,
+            round(run.episodes_per_second),
+            round(run.tokens_per_second),
+            Share(run.engine_busy),
+            Share(run.trainer_busy),
             f"{run.lag_mean:.1f} {run.lag_max}/{run.lag_bound}",
-            str(run.deaths),
-            f"{1000 * run.controller_seconds:.2f}",
-        )
-    return table
+            run.deaths,
+            1000 * run.controller_seconds,
+        ]
+        rows.append([*values, *row])
+    return ReportTable((*names, *_COLUMNS), rows)
 
 
 def _rows(sweep: Sequence[str]) -> tuple[list[str], list[tuple[str, ...]]]:

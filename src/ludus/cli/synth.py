@@ -24,7 +24,7 @@ from ludus.core.tokenizer import ByteTokenizer
 from ludus.core.trajectory import Group
 from ludus.engine import FakeEngine
 from ludus.llm import is_address, load_chat_model
-from ludus.observe import Progress, RunFolder, RunWriter, printable, table_rich
+from ludus.observe import Progress, RunFolder, RunWriter, printable
 from ludus.rollouts.agent import Expert
 from ludus.rollouts.chat import EngineChatModel
 from ludus.sandbox import close_shared_sandboxes
@@ -71,9 +71,7 @@ def run_synthesis(
     console = Console(stderr=True)
     player = asyncio.run(find_model(remote or recipe.model.name, recipe, tokenizer=tokenizer))
     asked = folder_settings(name, settings, recipe, parts, player)
-    with (
-        SynthFolder(out, asked) if out else SynthFolder.numbered(f"{recipe.name}-{name}", asked)
-    ) as folder:
+    with SynthFolder.at(out, f"{recipe.name}-{name}", asked) as folder:
         console.print(Text(f"folder: {folder.path}"), soft_wrap=True)
         kept = f"what is finished is kept. Go on with the same command and --out {folder.path}"
         with stopped_says(console, kept), ExitStack() as shown:
@@ -242,7 +240,7 @@ def show_result(
 ) -> None:
     """The tables, the warnings, and where everything is."""
     for table in tables_of(result, cost):
-        console.print(table_rich(f"{title}: {table.title}", table.columns, table.rows))
+        console.print(replace(table, title=f"{title}: {table.title}").rich())
     for warning in result.warnings:
         console.print(Text(f"warning: {printable(warning)}", style="yellow"), soft_wrap=True)
     for path in written:

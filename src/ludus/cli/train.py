@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ludus.cli.options import stopped_says, until_told
 from ludus.core.failures import ConfigError
-from ludus.observe import RunFolder, RunWriter, episode_text, printable, table_rich
+from ludus.observe import RunFolder, RunWriter, episode_text, printable
 from ludus.training.config.cluster import launched_rank
 from ludus.training.config.parts import Parts, check_rebuilt, load_parts
 from ludus.training.config.recipe import AGAIN, Recipe
@@ -109,15 +109,12 @@ def _replayed(folder: Path, overrides: list[str]) -> tuple[Recipe, Parts]:
 
 
 def _report(console: Console, result: Result, recipe: Recipe) -> None:
-    from ludus.training.report import COLUMNS, LOSS_COLUMNS
-
     for label, trajectory in result.report.samples:
         console.rule(Text(f"an episode {label}"))
         console.print(Text(episode_text(trajectory)), soft_wrap=True)
-    if result.report.rows:
-        console.print(table_rich("", COLUMNS, result.report.rows))
-    elif result.report.losses:
-        console.print(table_rich("", LOSS_COLUMNS, result.report.losses))
+    table = result.report.held_out if result.report.held_out.rows else result.report.losses
+    if table.rows:
+        console.print(table.rich())
     for text in result.report.warnings:
         console.print(Text(f"warning: {printable(text)}", style="yellow"), soft_wrap=True)
     console.print(Text(f"curve:   {result.run.curve_path}"), soft_wrap=True)

@@ -85,7 +85,7 @@ def failed_episodes_warning(failures: Sequence[Failure], played: int, which: str
     if not failures or len(failures) < NOTABLE_SHARE * played:
         return None
     return (
-        f"{len(failures)} of {played} {which} episodes ({len(failures) / played:.0%}) failed through no fault "
+        f"{len(failures)} of {played} {which} episodes ({len(failures) / played:.1%}) failed through no fault "
         f"of the model's and were not scored. {most_frequent_failure(failures)}"
     )
 

@@ -9,19 +9,27 @@ from ludus.observe.checkpoints import (
     prune_checkpoints,
     remove_checkpoints_after,
 )
-from ludus.observe.console import SHOWN_METRICS, Progress, printable, setup_logging
-from ludus.observe.diagnosis import Diagnosis, FailureMode, ModeFinding, diagnose, failure_mode
-from ludus.observe.episodes.encoding import Opaque, dump_value, escape, load_value, unescape
-from ludus.observe.episodes.media import keep_images, with_images
-from ludus.observe.episodes.store import (
+from ludus.observe.console import SHOWN_METRICS, Progress, setup_logging
+from ludus.observe.diagnosis import (
+    Diagnosis,
+    FailureMode,
+    ModeFinding,
+    diagnose,
+    explain_silence,
+    failure_mode,
+)
+from ludus.observe.episode_rows import Opaque, dump_value, escape, load_value, unescape
+from ludus.observe.episodes import (
     StoreError,
     holds_trajectories,
+    keep_images,
     read_failures,
     read_groups,
     read_notes,
     read_numbered_groups,
     read_trajectories,
     select_trajectories,
+    with_images,
     write_groups,
     write_trajectories,
 )
@@ -31,9 +39,11 @@ from ludus.observe.files import (
     atomic_file,
     atomic_write,
     clean_leftovers,
+    numbered_folder,
     open_regular,
     read_regular,
     remove_directory,
+    slug_of,
 )
 from ludus.observe.metrics import (
     CATALOGUE,
@@ -50,20 +60,21 @@ from ludus.observe.metrics import (
 )
 from ludus.observe.report import (
     LOSSES,
-    Cell,
-    ReportTable,
     episode_text,
-    markdown_text,
     plot_curve,
     series,
     smoothed,
-    table_markdown,
-    table_rich,
     tree_text,
 )
-from ludus.observe.run_folder import ResultFolder, RunFolder, TrajectoryFile, find_runs, recorded_in
+from ludus.observe.run_folder import (
+    ResultFolder,
+    RunFolder,
+    SettingsFolder,
+    TrajectoryFile,
+    find_runs,
+    recorded_in,
+)
 from ludus.observe.run_writer import RunWriter
-from ludus.observe.settings_folder import SettingsFolder, slug_of
 from ludus.observe.sinks import SINKS, JsonLinesSink, Sink, TensorBoardSink, WandbSink, read_metrics
 from ludus.observe.statistics import (
     Estimate,
@@ -75,6 +86,15 @@ from ludus.observe.statistics import (
     paired_test,
     pass_at_k,
     sign_test,
+)
+from ludus.observe.tables import (
+    Cell,
+    ReportTable,
+    Share,
+    estimate_json,
+    markdown_text,
+    printable,
+    share_text,
 )
 
 __all__ = [
@@ -102,6 +122,7 @@ __all__ = [
     "RunFolder",
     "RunWriter",
     "SettingsFolder",
+    "Share",
     "Sink",
     "StoreError",
     "TensorBoardSink",
@@ -121,6 +142,8 @@ __all__ = [
     "dump_value",
     "episode_text",
     "escape",
+    "estimate_json",
+    "explain_silence",
     "failure_mode",
     "find_runs",
     "flip_test",
@@ -132,6 +155,7 @@ __all__ = [
     "markdown_text",
     "mean_interval",
     "new_checkpoint",
+    "numbered_folder",
     "open_regular",
     "paired_test",
     "pass_at_k",
@@ -155,11 +179,10 @@ __all__ = [
     "series",
     "set_metrics",
     "setup_logging",
+    "share_text",
     "sign_test",
     "slug_of",
     "smoothed",
-    "table_markdown",
-    "table_rich",
     "tree_text",
     "undefined",
     "unescape",

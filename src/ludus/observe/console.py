@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -20,20 +19,12 @@ from rich.progress import (
 from rich.progress import Progress as _Bar
 from rich.text import Text
 
+from ludus.observe.diagnosis import explain_silence
 from ludus.observe.metrics import combine, definition_of
 from ludus.observe.run_folder import RunFolder
-from ludus.observe.silence import explain_silence
+from ludus.observe.tables import printable, share_text
 
-_UNPRINTABLE = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
-)
-"""Control characters, what turns the direction of text around, and halves of surrogate pairs."""
 _CONSOLE_LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
-
-
-def printable(text: str) -> str:
-    """The text with what a terminal would obey, or could not encode, shown as `\\x1b` or `\\ud800`."""
-    return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def setup_logging(run: RunFolder | None = None, verbosity: int = 0) -> ExitStack:
@@ -173,7 +164,7 @@ def numbers_text(metrics: Mapping[str, float], shown: Mapping[str, str] = SHOWN_
 def _formatted(name: str, value: float) -> str:
     metric = definition_of(name)
     if metric is not None and metric.unit == "share":
-        return f"{value:.0%}"
+        return share_text(value)
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.2f}"
 
 

@@ -15,14 +15,14 @@ Episodes that failed through no fault of the model's have no mode: they are coun
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from ludus.core.failures import Fault
 from ludus.core.generation import FinishReason
 from ludus.core.trajectory import Trajectory, is_success
-from ludus.observe.report import markdown_text, table_markdown
+from ludus.observe.tables import Cell, ReportTable, Share, markdown_text
 
 
 class FailureMode(StrEnum):
@@ -111,12 +111,13 @@ class Diagnosis:
         """A table, and for each mode its examples and the advice; empty where nothing failed."""
         if not self.findings:
             return ""
-        rows = [
-            [one.mode.value, one.count, f"{one.count / self.scored:.0%}", one.advice]
+        rows: list[list[Cell]] = [
+            [one.mode.value, one.count, Share(one.count / self.scored), one.advice]
             for one in self.findings
         ]
+        columns = ("failure mode", "episodes", "of all", "what would help")
         title = f"{self.failed} of {self.scored} scored episodes did not succeed.\n"
-        parts = [title, table_markdown(("failure mode", "episodes", "of all", "what would help"), rows)]
+        parts = [title, ReportTable(columns, rows).markdown()]
         for finding in self.findings:
             shown = [
                 f"- task `{_inline(example.task)}`, attempt {example.attempt}: {markdown_text(example.excerpt)}"
@@ -173,3 +174,45 @@ def _excerpt(episode: Trajectory) -> str:
 
 def _inline(text: str) -> str:
     return " ".join(text.split()).replace("`", "'")[:_SHOWN]
+
+
+# Why the rewards of a step taught nothing
+
+SOLVED = 0.98
+"""From this success on, attempts that are all alike are good news."""
+
+
+@dataclass(frozen=True, slots=True)
+class Silence:
+    """The likely reason, and the advice."""
+
+    likely: str
+    advice: str
+    is_solved: bool = False
+
+
+def explain_silence(row: Mapping[str, float]) -> Silence:
+    """From a step's success, reward and spread of rewards, or their means over several."""
+    success, reward, spread = row.get("success"), row.get("reward"), row.get("reward_std")
+    if success is not None and success >= SOLVED:
+        return Silence(
+            "the tasks are solved, or were too easy from the start",
+            "go on with harder tasks, or let the run end here (evaluation.patience)",
+            is_solved=True,
+        )
+    if spread == 0 and success == 0 and not reward:
+        return Silence(
+            "the tasks are too hard, or no answer has the form that the reward looks for",
+            "try a warm start, easier tasks or a curriculum, a reward with partial credit, more rl.attempts, "
+            "or rl.refill",
+        )
+    if spread == 0:
+        return Silence(
+            "the reward pays every episode the same",
+            "look at what it pays for (ludus check reward), and give partial credit",
+        )
+    return Silence(
+        "the attempts at each task do the same (the policy is almost deterministic, look at entropy), or the "
+        "rewards do not tell them apart",
+        "try more rl.attempts, rl.refill, a higher sampling.temperature, or a reward with partial credit",
+    )

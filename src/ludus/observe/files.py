@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from ludus.core.failures import LudusError
+from ludus.core.failures import ConfigError, LudusError
 
 _LEFTOVER = re.compile(r"\..*\.ludus-(?P<host>[^.]*)-(?P<pid>\d+)-[0-9a-f]{8}\.tmp", re.DOTALL)
 _STALE_SECONDS = 24 * 3600
@@ -87,6 +87,36 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
         _sync(target.parent)
 
 
+def make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"no folder can be made at {path} ({error.strerror}); name another one as run.folder"
+        ) from None
+
+
+def numbered_folder(root: str | Path, name: str) -> Path:
+    """Make the folder `<root>/<name>-001`, or the next number that is free."""
+    make_folder(Path(root))
+    stem = re.sub(r"[^\w.-]+", "-", name).strip("-.")[:80] or "run"
+    taken = [re.fullmatch(re.escape(stem) + r"-(\d+)", entry.name) for entry in Path(root).iterdir()]
+    number = 1 + max((int(match[1]) for match in taken if match), default=0)
+    while True:
+        path = Path(root) / f"{stem}-{number:03d}"
+        try:
+            path.mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return path
+
+
+def slug_of(name: str) -> str:
+    """The name as part of a path."""
+    return re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.")[-60:].strip("-.") or "model"
+
+
 def remove_directory(path: Path) -> None:
     """Remove a folder atomically: readers see all of it or nothing."""
     with _temporary(path) as temporary:
@@ -139,10 +169,10 @@ def _is_abandoned(entry: Path) -> bool:
 def _is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
     except PermissionError:
         return True
+    except (ProcessLookupError, OverflowError):
+        return False
     return True
 
 

@@ -1,34 +1,18 @@
-"""For people: the learning curve, tables for the console and for Markdown, and an episode as text."""
+"""For people: the learning curve, and an episode as text."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
-
 from ludus.core.messages import Message, ToolCall
 from ludus.core.trajectory import Group, Trajectory
-from ludus.observe.console import printable
-from ludus.observe.episodes.encoding import dump_value
+from ludus.observe.episode_rows import dump_value
 from ludus.observe.files import atomic_file
-
-Cell = str | float | int | None
-
-
-@dataclass(frozen=True, slots=True)
-class ReportTable:
-    """Columns and rows, for the console or for Markdown."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: list[list[Cell]]
-
+from ludus.observe.tables import printable
 
 LOSSES = ("sft/loss", "dpo/loss", "rejection/loss", "distill/loss")
 """Loss curves of the stages that need not play."""
@@ -99,46 +83,6 @@ def _draw(
     steps, values = series(rows, f"eval/{name}")
     if steps:
         axis.plot(steps, values, "o", color=colour, markeredgecolor="black", label=f"{label}, held out")
-
-
-def table_markdown(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
-    """A Markdown table. Numbers are right-aligned by their column's first row."""
-    numeric = [_is_number(cell) for cell in rows[0]] if rows else [False] * len(columns)
-    head = "| " + " | ".join(_markdown_cell(column) for column in columns) + " |"
-    rule = "|" + "|".join("--:" if right else "---" for right in numeric) + "|"
-    body = ["| " + " | ".join(_markdown_cell(cell_text(cell)) for cell in row) + " |" for row in rows]
-    return "\n".join([head, rule, *body]) + "\n"
-
-
-def table_rich(title: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> Table:
-    """A table for `rich.console.Console.print`; no cell is read as markup."""
-    table = Table(title=Text(printable(title)))
-    for index, column in enumerate(columns):
-        right = bool(rows) and _is_number(rows[0][index])
-        table.add_column(Text(printable(column)), justify="right" if right else "left")
-    for row in rows:
-        table.add_row(*(Text(printable(cell_text(cell))) for cell in row))
-    return table
-
-
-def cell_text(cell: Cell) -> str:
-    """A cell as people read it; what was not measured is a dash."""
-    if cell is None:
-        return "–"
-    return f"{cell:.3f}" if isinstance(cell, float) else str(cell)
-
-
-def _is_number(cell: Cell) -> bool:
-    return isinstance(cell, int | float)
-
-
-def markdown_text(text: str) -> str:
-    """A message of unknown origin in one line of Markdown."""
-    return " ".join(printable(text).split()).replace("<", "&lt;").replace("`", "'")
-
-
-def _markdown_cell(text: str) -> str:
-    return printable(text).replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ")
 
 
 def episode_text(trajectory: Trajectory, *, max_chars: int = 6000, max_message_chars: int = 1200) -> str:

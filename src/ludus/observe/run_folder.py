@@ -28,19 +28,20 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, ClassVar, Self
 
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Json
 from ludus.core.trajectory import Trajectory
 from ludus.observe.checkpoints import Checkpoint, checkpoint_problems, list_checkpoints
-from ludus.observe.episodes.media import MEDIA
-from ludus.observe.episodes.store import read_trajectories
-from ludus.observe.files import read_regular
+from ludus.observe.episodes import MEDIA, read_trajectories
+from ludus.observe.files import FolderLock, atomic_write, numbered_folder, read_regular
 from ludus.observe.sinks import read_metrics
 
 _log = logging.getLogger(__name__)
@@ -237,3 +238,80 @@ def find_runs(root: str | Path = "runs") -> Sequence[RunFolder]:
 def _last_written(run: RunFolder) -> float:
     source = run.metrics_path if run.metrics_path.exists() else run.path / RECIPE
     return source.stat().st_mtime
+
+
+class SettingsFolder:
+    """A folder whose contents all come from one set of settings: an interrupted command resumes in it.
+
+    `settings.json` says what was asked for; other settings are refused, with what differs. One process writes
+    at a time.
+    """
+
+    holds: ClassVar[str] = "results"
+    """One word for its contents."""
+    root: ClassVar[str] = "results"
+    """Where numbered ones are made."""
+
+    def __init__(self, path: str | Path, settings: Mapping[str, Any]) -> None:
+        self.path = Path(path)
+        if self.path.exists() and not self.path.is_dir():
+            raise ConfigError(f"{self.path} is a file, not a folder of {self.holds}")
+        stored = self.path / SETTINGS
+        if (
+            not stored.is_file()
+            and self.path.is_dir()
+            and any(not entry.name.startswith(".") for entry in self.path.iterdir())
+        ):
+            raise ConfigError(
+                f"{self.path} holds something else than {self.holds}; choose another folder"
+            )
+        self._was_there = stored.is_file()
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = FolderLock(self.path / ".lock")
+        self._lock.acquire()
+        try:
+            if stored.is_file():
+                _check_same(stored, settings, self.holds)
+            else:
+                atomic_write(stored, json.dumps(settings, indent=2) + "\n")
+        except BaseException:
+            self._lock.release()
+            raise
+
+    @classmethod
+    def at(cls, path: str | Path | None, name: str, settings: Mapping[str, Any]) -> Self:
+        """The folder at `path`; without one, a new ROOT/NAME-001, counted up."""
+        return cls(numbered_folder(cls.root, name) if path is None else path, settings)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """A new folder into which nothing was written, because something was wrong, is removed."""
+        if error is not None and not self._was_there and not any(self.path.rglob("*.parquet")):
+            shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.release()
+
+
+def _check_same(stored: Path, settings: Mapping[str, Any], holds: str) -> None:
+    try:
+        found = json.loads(stored.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{stored} cannot be read: {error}") from None
+    differing = list(_differences(found, dict(settings), ""))
+    if differing:
+        raise ConfigError(
+            f"{stored.parent} holds {holds} of other settings:\n"
+            + "\n".join(f"  {line}" for line in differing[:20])
+            + "\ngive the same settings, or another folder"
+        )
+
+
+def _differences(old: Any, new: Any, where: str) -> Iterator[str]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in sorted(old.keys() | new.keys()):
+            yield from _differences(old.get(name), new.get(name), f"{where}.{name}" if where else name)
+    elif old != new:
+        yield f"{where}: {old!r:.80} there, {new!r:.80} now"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import re
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,16 +14,22 @@ from typing import Any, Self
 from ludus.core.failures import ConfigError, LudusError, not_there
 from ludus.core.messages import Json
 from ludus.core.trajectory import Group, Trajectory
-from ludus.observe.background import BackgroundWriter
 from ludus.observe.checkpoints import (
     Checkpoint,
     new_checkpoint,
     prune_checkpoints,
     remove_checkpoints_after,
 )
-from ludus.observe.episodes.media import MediaStore
-from ludus.observe.episodes.store import write_groups
-from ludus.observe.files import FolderLock, atomic_write, clean_leftovers, is_hidden_write, remove
+from ludus.observe.episodes import MediaStore, write_groups
+from ludus.observe.files import (
+    FolderLock,
+    atomic_write,
+    clean_leftovers,
+    is_hidden_write,
+    make_folder,
+    numbered_folder,
+    remove,
+)
 from ludus.observe.run_folder import OBJECTS, RECIPE, RunFolder, TrajectoryFile
 from ludus.observe.sinks import JsonLinesSink, Sink, Sinks
 
@@ -31,6 +38,79 @@ _log = logging.getLogger(__name__)
 _LOCK = ".lock"
 _BEGINNING = (RECIPE, OBJECTS, "metrics.jsonl", "logs", "tensorboard", "wandb", "wandb-id", "stages")
 """Files of a run's folder before anything has been recorded; there are no metrics yet."""
+
+
+class BackgroundWriter:
+    """Does writes in the order in which they were given, in a thread of its own.
+
+    At most `max_waiting` wait: a caller that is faster than the disk waits for it then. After the first error
+    nothing more is written, and every further call raises it, so that it cannot be missed. One thread gives
+    writes; the daemon thread that does them begins with the first and ends with `close`.
+    """
+
+    def __init__(self, max_waiting: int = 32) -> None:
+        self._max_waiting = max_waiting
+        self._changed = threading.Condition()
+        self._waiting: deque[Callable[[], object]] = deque()
+        self._is_writing = False
+        self._is_closed = False
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def submit(self, write: Callable[[], object]) -> None:
+        """Have `write` called soon. Raises the error of an earlier one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or len(self._waiting) < self._max_waiting)
+            self._check()
+            if self._is_closed:
+                raise ValueError("this writer has been closed")
+            self._waiting.append(write)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="ludus-writer", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Return when everything that was given is written. Raises the first error."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or not (self._waiting or self._is_writing))
+            self._check()
+
+    def close(self) -> None:
+        """Flush, and end the thread. May be called twice; an error is raised each time."""
+        try:
+            self.flush()
+        finally:
+            with self._changed:
+                self._is_closed = True
+                self._changed.notify_all()
+            if self._thread is not None:
+                self._thread.join()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._is_closed)
+                if not self._waiting or self._error is not None:
+                    return
+                write = self._waiting.popleft()
+                self._is_writing = True
+            error: BaseException | None = None
+            try:
+                write()
+            except BaseException as raised:  # noqa: BLE001 - raised where the caller is
+                error = raised
+            with self._changed:
+                self._is_writing, self._error = False, error
+                if error is not None:
+                    self._waiting.clear()
+                self._changed.notify_all()
+            if error is not None:
+                return
 
 
 class RunWriter(RunFolder):
@@ -66,7 +146,7 @@ class RunWriter(RunFolder):
         text = _recipe_text(recipe)
         if writer.path.is_dir():
             writer._refuse_content()  # before a lock is left in a folder of another owner
-        _make_folder(writer.path)
+        make_folder(writer.path)
         with writer._locked():
             clean_leftovers(writer.path)
             writer._refuse_content()
@@ -101,18 +181,7 @@ class RunWriter(RunFolder):
     def create_numbered(cls, name: str, recipe: Mapping[str, Any], *, root: str | Path = "runs") -> Self:
         """Start a run in `<root>/<name>-001`, or the next number that is free."""
         _recipe_text(recipe)  # what cannot be stored makes no folder
-        _make_folder(Path(root))
-        stem = re.sub(r"[^\w.-]+", "-", name).strip("-.")[:80] or "run"
-        taken = [re.fullmatch(re.escape(stem) + r"-(\d+)", entry.name) for entry in Path(root).iterdir()]
-        number = 1 + max((int(match[1]) for match in taken if match), default=0)
-        while True:
-            path = Path(root) / f"{stem}-{number:03d}"
-            try:
-                path.mkdir()
-            except FileExistsError:
-                number += 1
-                continue
-            return cls._begun(path, recipe, makes_folder=True)
+        return cls._begun(numbered_folder(root, name), recipe, makes_folder=True)
 
     @classmethod
     def resume(cls, path: str | Path) -> Self:
@@ -139,20 +208,19 @@ class RunWriter(RunFolder):
                 return
             self._lock.acquire()
             try:
-                if not self._holds_something():
+                begun = (*_BEGINNING, _LOCK)
+                others = [
+                    entry.name
+                    for entry in self.path.iterdir()
+                    if entry.name not in begun and not is_hidden_write(entry.name)
+                ]
+                recorded = self.metrics_path.exists() and self.metrics_path.stat().st_size > 0
+                if not others and not recorded:
                     for name in _BEGINNING:
                         remove(self.path / name)
                     self._vanish()
             finally:
                 self._lock.release()
-
-    def _holds_something(self) -> bool:
-        """Whether there is more than what a run begins with."""
-        recorded = self.metrics_path.exists() and self.metrics_path.stat().st_size > 0
-        return recorded or any(
-            entry.name not in (*_BEGINNING, _LOCK) and not is_hidden_write(entry.name)
-            for entry in self.path.iterdir()
-        )
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -304,15 +372,6 @@ class RunWriter(RunFolder):
             len(files),
             len(checkpoints),
         )
-
-
-def _make_folder(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"no folder can be made at {path} ({error.strerror}); name another one as run.folder"
-        ) from None
 
 
 def _recipe_text(recipe: Mapping[str, Any]) -> str:

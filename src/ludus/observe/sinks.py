@@ -157,60 +157,46 @@ SINKS = Registry(
 """Destinations of metrics: functions of (run folder, recipe, first step) that open a `Sink`."""
 
 
-class GuardedSink:
-    """An optional sink whose failure is worth one warning, and not the run."""
+class Sinks:
+    """Several sinks as one. The first is the record, whose failure counts; another's is worth one warning."""
 
-    def __init__(self, open_sink: Callable[[], Sink]) -> None:
-        self._sink: Sink | None = None
+    def __init__(self, record: Sink) -> None:
+        self._record = record
+        self._others: list[Sink] = []
+
+    def add(self, open_sink: Callable[[], Sink]) -> None:
+        """Also send every later row to the sink that `open_sink` gives."""
         try:
-            self._sink = open_sink()
+            self._others.append(open_sink())
         except MissingExtraError:
             raise  # not installed: fail before the run, not in it
         except Exception as error:  # noqa: BLE001 - a third-party client may raise anything
-            self._give_up(error)
+            self._give_up("a sink for metrics", error)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._record.write(step, metrics)
         self._guarded(lambda sink: sink.write(step, metrics))
 
     def close(self) -> None:
+        self._record.close()
         self._guarded(lambda sink: sink.close())
-        self._sink = None
+        self._others = []
 
     def _guarded(self, action: Callable[[Sink], None]) -> None:
-        if self._sink is not None:
+        for sink in list(self._others):
             try:
-                action(self._sink)
+                action(sink)
             except Exception as error:  # noqa: BLE001 - a third-party client may raise anything
-                self._give_up(error)
+                self._others.remove(sink)
+                self._give_up(type(sink).__name__, error)
 
-    def _give_up(self, error: Exception) -> None:
-        name = "a sink for metrics" if self._sink is None else type(self._sink).__name__
-        self._sink = None
+    def _give_up(self, name: str, error: Exception) -> None:
         _log.warning(
             "%s failed and is switched off; the run goes on, metrics.jsonl has every number (%s: %s)",
             name,
             type(error).__name__,
             error,
         )
-
-
-class Sinks:
-    """Several sinks as one; the first is the record, whose failure counts, the others are guarded."""
-
-    def __init__(self, record: Sink) -> None:
-        self._sinks: list[Sink] = [record]
-
-    def add(self, open_sink: Callable[[], Sink]) -> None:
-        """Also send every later row to the sink that `open_sink` gives, guarded."""
-        self._sinks.append(GuardedSink(open_sink))
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        for sink in self._sinks:
-            sink.write(step, metrics)
-
-    def close(self) -> None:
-        for sink in self._sinks:
-            sink.close()
 
 
 def metrics_row(step: int, metrics: Mapping[str, float]) -> Json:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ludus.observe import ReportTable
+from ludus.observe import ReportTable, Share
 from ludus.synth.episodes import EpisodesConfig, episodes_of
 from ludus.synth.magnet import PathConfig, graph_of, planner_of, play_examples
 from ludus.synth.method import SynthContext, SynthMethod
@@ -77,7 +77,7 @@ def _through(planner: PathPlanner, spot: Spot) -> CallPath:
 
 def _table(weak: ApiGraph, aimed: list[Spot]) -> ReportTable:
     rows: list[list[Any]] = [
-        [str(spot), weak.tallies[spot].uses, f"{weak.tallies[spot].rate:.0%}", aimed.count(spot)]
+        [str(spot), weak.tallies[spot].uses, Share(weak.tallies[spot].rate), aimed.count(spot)]
         for spot in weak.weaknesses
     ]
-    return ReportTable("Weaknesses", ("weakness", "uses", "failed", "examples"), rows)
+    return ReportTable(("weakness", "uses", "failed", "examples"), rows, "Weaknesses")

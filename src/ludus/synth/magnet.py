@@ -142,7 +142,7 @@ async def play_examples(
     result.numbers["schema_faults"] = float(faults)
     lengths = Counter(len(paths[number].calls) for number in numbers)
     rows: list[list[Any]] = [[count, lengths[count]] for count in sorted(lengths)]
-    result.tables.append(ReportTable("Paths by length", ("calls", "paths"), rows))
+    result.tables.append(ReportTable(("calls", "paths"), rows, "Paths by length"))
     return result
 
 

@@ -10,15 +10,7 @@ from pathlib import Path
 from ludus.core.failures import Failure, most_frequent_failure
 from ludus.core.messages import Json
 from ludus.core.trajectory import Trajectory
-from ludus.observe import (
-    Cell,
-    ReportTable,
-    atomic_write,
-    episode_text,
-    markdown_text,
-    printable,
-    table_markdown,
-)
+from ludus.observe import Cell, ReportTable, Share, atomic_write, episode_text, markdown_text, printable
 from ludus.synth.result import PROVENANCE, Cost, SynthFolder, SynthResult, provenance_of
 
 MOST_SHOWN = 200
@@ -28,29 +20,15 @@ _MOST_CHARS = 20_000
 
 def tables_of(result: SynthResult, cost: Cost) -> list[ReportTable]:
     """Tables of the report: the yield, the reasons, the method's own, the cost."""
-    reasons: list[list[Cell]] = [[reason, count] for reason, count in result.reasons.most_common()]
+    count: list[Cell] = [result.candidates, len(result.kept), Share(result.yielded)]
+    numbers = [(name.replace("_", " "), value) for name, value in result.numbers.items()]
+    spent = [(name.replace("_", " "), value) for name, value in cost.as_json().items() if value]
     found = [
-        ReportTable(
-            "yield",
-            ("candidates", "kept", "share"),
-            [[result.candidates, len(result.kept), round(result.yielded, 4)]],
-        ),
-        ReportTable("left out, by reason", ("reason", "candidates"), reasons),
-        ReportTable(
-            "numbers",
-            ("what", "value"),
-            [[name.replace("_", " "), round(value, 4)] for name, value in result.numbers.items()],
-        ),
+        ReportTable(("candidates", "kept", "share"), [count], "yield"),
+        ReportTable(("reason", "candidates"), result.reasons.most_common(), "left out, by reason"),
+        ReportTable(("what", "value"), numbers, "numbers"),
         *result.tables,
-        ReportTable(
-            "cost",
-            ("what", "spent"),
-            [
-                [name.replace("_", " "), round(value, 2)]
-                for name, value in cost.as_json().items()
-                if value
-            ],
-        ),
+        ReportTable(("what", "spent"), spent, "cost"),
     ]
     return [table for table in found if table.rows]
 
@@ -64,9 +42,7 @@ def report_json(method: str, result: SynthResult, cost: Cost, failures: Sequence
         "reasons": dict(result.reasons.most_common()),
         "pairs": len(result.pairs),
         "numbers": result.numbers,
-        "tables": [
-            {"title": one.title, "columns": list(one.columns), "rows": one.rows} for one in result.tables
-        ],
+        "tables": [one.as_json() for one in result.tables],
         "cost": cost.as_json(),
         "failures": len(failures),
         "warnings": result.warnings,
@@ -91,7 +67,7 @@ def write_result(
     atomic_write(folder.path / "report.json", json.dumps(told, indent=2, ensure_ascii=False) + "\n")
     parts = [f"# {markdown_text(title)}\n"]
     for table in tables_of(result, cost):
-        parts += [f"## {markdown_text(table.title)}\n", table_markdown(table.columns, table.rows)]
+        parts += [f"## {markdown_text(table.title)}\n", table.markdown()]
     parts += [f"- {markdown_text(warning)}" for warning in result.warnings]
     atomic_write(folder.path / "report.md", "\n".join(parts) + "\n")
     atomic_write(folder.page_path, page_html(title, result, cost))
@@ -133,10 +109,7 @@ def page_html(title: str, result: SynthResult, cost: Cost) -> str:
 def _table_html(table: ReportTable) -> str:
     head = "".join(f"<th>{_text(column)}</th>" for column in table.columns)
     rows = "".join(
-        "<tr>"
-        + "".join(f"<td>{_text('' if cell is None else str(cell))}</td>" for cell in row)
-        + "</tr>"
-        for row in table.rows
+        "<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>" for row in table.texts
     )
     return f"<h3>{_text(table.title)}</h3><table><tr>{head}</tr>{rows}</table>"
 

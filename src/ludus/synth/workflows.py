@@ -41,7 +41,7 @@ class Workflows(SynthMethod[WorkflowsConfig]):
             [one.goals[0][:60], "; ".join(map(str, one.steps))[:100], one.episodes, f"{one.turns:.1f}"]
             for one in found[:_SHOWN]
         ]
-        table = ReportTable("Workflows", ("good for", "steps", "episodes", "turns"), rows)
+        table = ReportTable(("good for", "steps", "episodes", "turns"), rows, "Workflows")
         note = f"use them with agent.workflows.file={path}"
         numbers = {"workflows": float(len(found)), "successes": float(len(good))}
         return SynthResult(kept=good, numbers=numbers, tables=[table], warnings=[note])

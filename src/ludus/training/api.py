@@ -88,7 +88,7 @@ class Result:
     @property
     def success(self) -> dict[str, str]:
         """The share of held-out tasks that succeeded, by when it was measured."""
-        return {str(row[0]): str(row[2]) for row in self.report.rows}
+        return dict(self.report.success)
 
     @property
     def metrics(self) -> list[dict[str, Any]]:

@@ -27,9 +27,8 @@ from typing import Any
 
 from ludus.core.failures import failed_episodes_warning
 from ludus.core.trajectory import Group
-from ludus.observe import Checkpoint, RunWriter, prefixed, remove_directory
+from ludus.observe import Checkpoint, RunWriter, explain_silence, prefixed, remove_directory
 from ludus.observe.gpu import GpuMonitor
-from ludus.observe.silence import explain_silence
 from ludus.training.checkpoint import (
     RunProgress,
     load_progress,

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from rich.console import Console
 from rich.text import Text
 
-from ludus.observe import SHOWN_METRICS, Progress, RunWriter
+from ludus.observe import SHOWN_METRICS, Progress, RunWriter, share_text
 from ludus.training.config.recipe import STAGE_CONFIGS
 from ludus.training.report import success_text
 
@@ -55,15 +55,15 @@ class ProgressDisplay:
     def _evaluated(self, step: int, metrics: dict[str, float]) -> None:
         shown = [f"success {success_text(metrics)}"]
         if (low := metrics.get("eval/success_low")) is not None and metrics.get("eval/failures"):
-            high = metrics["eval/success_high"]
-            shown.append(f"{metrics['eval/failures']:.0f} FAILED (95% interval {low:.1%} to {high:.1%})")
+            bounds = f"{share_text(low)} to {share_text(metrics['eval/success_high'])}"
+            shown.append(f"{metrics['eval/failures']:.0f} FAILED (95% interval {bounds})")
         passes = [name for name in metrics if name.startswith("eval/pass@")]
-        shown += [f"{name.removeprefix('eval/')} {metrics[name]:.1%}" for name in passes]
+        shown += [f"{name.removeprefix('eval/')} {share_text(metrics[name])}" for name in passes]
         modes = {
             n.rpartition("/")[2]: v for n, v in metrics.items() if n.startswith("eval/failure_mode/")
         }
         if (most := max(modes, key=lambda mode: modes[mode], default=None)) is not None and modes[most]:
-            shown.append(f"most failures by {most.replace('_', ' ')} ({modes[most]:.1%})")
+            shown.append(f"most failures by {most.replace('_', ' ')} ({share_text(modes[most])})")
         self.say(f"held-out tasks after step {step}: {', '.join(shown)}")
 
     def say(self, text: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,31 +12,22 @@ from ludus.core.trajectory import Trajectory, is_success
 from ludus.observe import (
     LOSSES,
     Cell,
+    ReportTable,
     RunFolder,
+    Share,
     atomic_write,
     diagnose,
     episode_text,
+    explain_silence,
     markdown_text,
     plot_curve,
     read_failures,
-    table_markdown,
+    share_text,
 )
-from ludus.observe.silence import explain_silence
 from ludus.training.config.recipe import STAGE_CONFIGS, Recipe, stage_ends
 from ludus.training.config.rl import RLConfig
 from ludus.training.plateau import Plateau, find_plateau, plateau_report, values_of
 
-COLUMNS = (
-    "held-out tasks",
-    "step",
-    "success",
-    "95% interval",
-    "failed",
-    "reward",
-    "turns",
-    "tool errors",
-)
-LOSS_COLUMNS = ("stage", "steps", "loss at first", "loss at the end")
 _FILES_LOOKED_AT = 500
 """How many of the newest files of episodes are searched for the causes of failures."""
 _RAISED_NOTABLY = 0.5
@@ -44,14 +35,17 @@ _RAISED_NOTABLY = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The table's rows, and an episode before and after on the same task, where there are any."""
+    """What was measured, and an episode before and after on the same task, where there are any."""
 
-    rows: list[list[Cell]]
+    held_out: ReportTable
+    """A row for each evaluation."""
     samples: list[tuple[str, Trajectory]]
-    losses: list[list[Cell]] = field(default_factory=list)
+    losses: ReportTable
     """For each stage with a loss of its own: its steps, and the loss at its beginning and its end."""
     best: Path | None = None
     """The checkpoint with the best held-out number."""
+    success: Mapping[str, str] = field(default_factory=dict)
+    """The share of held-out tasks that succeeded, by when it was measured."""
     best_stage: str = ""
     """When that was, such as "after the warm start": the best need not be of the last stage."""
     warnings: list[str] = field(default_factory=list)
@@ -63,16 +57,24 @@ def write_report(run: RunFolder, recipe: Recipe) -> Report:
     best = best_of(run.metrics(), recipe)
     path = {one.step: one.path for one in run.checkpoints()}.get(best.step) if best else None
     when = stage_of(best.step, recipe) if best else ""
+    # by step, because a run that was resumed at its end has measured there twice
+    measured = {row["step"]: row for row in run.metrics() if row.get("eval/episodes") is not None}
     report = Report(
-        _rows(run, recipe), _samples(run, recipe), _losses(run, recipe), path, when, _warnings(run)
+        _held_out(measured.values(), recipe),
+        _samples(run, recipe),
+        _losses(run, recipe),
+        path,
+        {stage_of(step, recipe): success_text(row) for step, row in measured.items()},
+        when,
+        _warnings(run),
     )
     plot_curve(run.curve_path, run.metrics(), title=recipe.name)
-    tables = [(COLUMNS, report.rows), (LOSS_COLUMNS, report.losses)]
-    parts = [f"# {run.name}\n", *(table_markdown(*table) for table in tables if table[1]), *_passes(run)]
+    tables = [report.held_out, report.losses, *_passes(run)]
+    parts = [f"# {run.name}\n", *(table.markdown() for table in tables if table.rows)]
     if best is not None and path is not None:
         by = recipe.evaluation.best_by
-        found = f"held-out {by} {best.value:.3f}, {when}"
-        parts.append(f"Best checkpoint: `checkpoints/{path.name}` ({found})\n")
+        value = share_text(best.value) if by == "success" else f"{best.value:.3f}"
+        parts.append(f"Best checkpoint: `checkpoints/{path.name}` (held-out {by} {value}, {when})\n")
     parts += [f"**Warning:** {markdown_text(text)}\n" for text in report.warnings]
     parts.append("![curve](curve.png)\n")
     parts += _plateaus(run, recipe)
@@ -137,24 +139,26 @@ def _name(number: int, recipe: Recipe) -> str:
     return f"{title} {titles[:number].count(title) + 1}" if many else title
 
 
-def _rows(run: RunFolder, recipe: Recipe) -> list[list[Cell]]:
-    # by step, because a run that was resumed at its end has measured there twice
-    measured = {row["step"]: row for row in run.metrics() if row.get("eval/episodes") is not None}
-    means = ("eval/reward", "eval/turns", "eval/invalid_call_share")
-    return [
+def _held_out(measured: Iterable[Mapping[str, float]], recipe: Recipe) -> ReportTable:
+    return ReportTable(
+        ("held-out tasks", "step", "success", "scored", "failed", "reward", "turns", "tool errors"),
         [
-            stage_of(row["step"], recipe),
-            row["step"],
-            success_text(row),
-            _interval_text(row),
-            _failed_text(row),
-            *(float(row[name]) if row.get(name) is not None else None for name in means),
-        ]
-        for row in measured.values()
-    ]
+            [
+                stage_of(int(row["step"]), recipe),
+                int(row["step"]),
+                success_of(row),
+                f"{row['eval/episodes_scored']:.0f} of {row['eval/episodes']:.0f}",
+                int(row.get("eval/failures", 0)),
+                row.get("eval/reward"),
+                row.get("eval/turns"),
+                None if (errors := row.get("eval/invalid_call_share")) is None else Share(errors),
+            ]
+            for row in measured
+        ],
+    )
 
 
-def _losses(run: RunFolder, recipe: Recipe) -> list[list[Cell]]:
+def _losses(run: RunFolder, recipe: Recipe) -> ReportTable:
     """The stages whose steps tell a loss that falls while they learn; RL's does not."""
     rows, start = run.metrics(), 0
     found: list[list[Cell]] = []
@@ -163,10 +167,17 @@ def _losses(run: RunFolder, recipe: Recipe) -> list[list[Cell]]:
         own = [row for row in rows if start < row["step"] <= end]
         losses = [row[name] for row in own for name in LOSSES if row.get(name) is not None]
         if losses:
-            shown = [f"{loss:.4f}" for loss in (losses[0], losses[-1])]
-            found.append([_name(number, recipe), config.total_steps, *shown])
+            found.append([_name(number, recipe), config.total_steps, losses[0], losses[-1]])
         start = end
-    return found
+    return ReportTable(("stage", "steps", "loss at first", "loss at the end"), found)
+
+
+def success_of(row: Mapping[str, float]) -> Share | None:
+    """The held-out success of a row of metrics, with its interval."""
+    success = row.get("eval/success")
+    if success is None:
+        return None
+    return Share(success, row.get("eval/success_low"), row.get("eval/success_high"))
 
 
 def success_text(row: Mapping[str, float]) -> str:
@@ -175,17 +186,7 @@ def success_text(row: Mapping[str, float]) -> str:
     success = row.get("eval/success")
     if success is None:
         return f"– (0 of {played} scored)"
-    return f"{success:.1%}" + (f" ({scored} of {played} scored)" if scored < played else "")
-
-
-def _interval_text(row: Mapping[str, float]) -> str | None:
-    low, high = row.get("eval/success_low"), row.get("eval/success_high")
-    return None if low is None or high is None else f"{low:.1%} to {high:.1%}"
-
-
-def _failed_text(row: Mapping[str, float]) -> str:
-    failures = int(row.get("eval/failures", 0))
-    return f"{failures} of {int(row['eval/episodes'])}" if failures else "0"
+    return share_text(success) + (f" ({scored} of {played} scored)" if scored < played else "")
 
 
 def no_signal_text(row: Mapping[str, float], steps: str) -> str:
@@ -210,8 +211,8 @@ def _warnings(run: RunFolder) -> list[str]:
             causes = list(_failures(run, split))
             why = f" {most_frequent_failure(causes)}" if causes else ""
             found.append(
-                f"{failed} of {played} {which} episodes ({failed / played:.0%}) failed through no fault of the "
-                f"model's and were not scored: what was measured is over the others.{why}"
+                f"{failed} of {played} {which} episodes ({share_text(failed / played)}) failed through no "
+                f"fault of the model's and were not scored: what was measured is over the others.{why}"
             )
     reinforced = [row for row in rows if row.get("no_signal") is not None]
     silent = [row for row in reinforced if row["no_signal"]]
@@ -222,8 +223,8 @@ def _warnings(run: RunFolder) -> list[str]:
     shares = [row["fault_share/tool_raised"] for row in rows if "fault_share/tool_raised" in row]
     if shares and sum(shares) / len(shares) >= _RAISED_NOTABLY:
         found.append(
-            f"{sum(shares) / len(shares):.0%} of all tool calls ended in an exception of the tool: if that is "
-            "a mistake in the tool, the log says where it was raised"
+            f"{share_text(sum(shares) / len(shares))} of all tool calls ended in an exception of the tool: if "
+            "that is a mistake in the tool, the log says where it was raised"
         )
     return found
 
@@ -242,19 +243,16 @@ def _failures(run: RunFolder, split: str) -> Iterator[Failure]:
         yield from read_failures(file.path)
 
 
-def _passes(run: RunFolder) -> list[str]:
-    """A table of pass@k and average@k for each measurement that has them."""
-    tables: list[str] = []
+def _passes(run: RunFolder) -> list[ReportTable]:
+    """pass@k and average@k of each measurement that has them."""
+    tables: list[ReportTable] = []
     for row in run.metrics():
         ks = [int(name.partition("@")[2]) for name in row if name.startswith("eval/pass@")]
-        shares = [
-            [f"{what}@k", *(f"{row[f'eval/{what}@{k}']:.1%}" for k in ks)]
-            for what in ("pass", "average")
+        shares: list[list[Cell]] = [
+            [f"{what}@k", *(Share(row[f"eval/{what}@{k}"]) for k in ks)] for what in ("pass", "average")
         ]
         if ks:
-            tables.append(
-                table_markdown((f"after step {row['step']}", *(f"k = {k}" for k in ks)), shares)
-            )
+            tables.append(ReportTable((f"after step {row['step']}", *(f"k = {k}" for k in ks)), shares))
     return tables
 
 

@@ -16,8 +16,8 @@ from ludus.core.messages import Json, Message, ToolCall
 from ludus.core.tokenizer import Tokenizer
 from ludus.core.trajectory import Segment, SegmentKind, Trajectory
 from ludus.observe import dump_value, episode_text
-from ludus.observe.episodes.media import MediaStore
-from ludus.observe.episodes.rows import trajectory_of
+from ludus.observe.episode_rows import trajectory_of
+from ludus.observe.episodes import MediaStore
 from ludus.viewer.episode_index import EpisodeIndex
 from ludus.viewer.workspace import NotFound, Workspace, plain
 

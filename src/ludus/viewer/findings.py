@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from ludus.core.failures import NOTABLE_SHARE
 from ludus.core.messages import Json
-from ludus.observe.silence import explain_silence
+from ludus.observe import explain_silence
 from ludus.viewer.episode_index import EpisodeIndex
 
 Severity = Literal["error", "warning", "note"]
@@ -120,11 +120,11 @@ def _no_signal(rows: Rows) -> Iterator[Finding]:
         yield Finding("solved", "note", title, told, {"sort": "step"}, "success")
     elif is_silent:
         title = f"Nothing to learn from in {len(silent)} of the last {len(recent)} steps"
-        title += f": {usual['success']:.0%} succeed" if usual["success"] <= 0.05 else ""
+        title += f": {usual['success']:.1%} succeed" if usual["success"] <= 0.05 else ""
         severity: Severity = "note" if _succeeds(rows) else "error"
         yield Finding("no_signal", severity, title, told, {"sort": "step"}, "no_signal")
     else:
-        title = f"{_mean(idle):.0%} of what is trained on has nothing to teach"
+        title = f"{_mean(idle):.1%} of what is trained on has nothing to teach"
         told = f"Its advantage is 0. Most likely {why.likely}: {why.advice}."
         yield Finding("no_signal", "warning", title, told, {"sort": "step"}, "without_advantage")
 
@@ -174,7 +174,7 @@ def _hacking(rows: Rows) -> Iterator[Finding]:
             "reward_hacking",
             "error",
             f"Reward rises ({reward_first:.2f} → {reward_last:.2f}) while success does not "
-            f"({success_first:.0%} → {success_last:.0%})",
+            f"({success_first:.1%} → {success_last:.1%})",
             f"{_risen_part(both)}The policy may have found a way to be paid without doing the task: look at "
             "what episodes with a high reward that did not succeed have in common.",
             {"success": "no", "sort": "reward"},
@@ -204,7 +204,7 @@ def _lengths(rows: Rows) -> Iterator[Finding]:
             "short",
             "note" if is_better else "warning",
             f"Answers have shrunk from {first:.0f} to {last:.0f} tokens",
-            f"Success has risen with it, from {before:.0%} to {now:.0%}."
+            f"Success has risen with it, from {before:.1%} to {now:.1%}."
             if is_better
             else "A policy that says less and less may have given up, or found a short way to be paid.",
             {"sort": "tokens", "order": "asc"},
@@ -241,7 +241,7 @@ def _truncated(rows: Rows) -> Iterator[Finding]:
         yield Finding(
             "truncated",
             "warning",
-            f"{_mean(recent):.0%} of the episodes run out of turns or tokens",
+            f"{_mean(recent):.1%} of the episodes run out of turns or tokens",
             "Raise budgets.max_turns or budgets.max_tokens, or let budgets.remind tell the model.",
             {"stop": "max_turns"},
             "truncated",
@@ -380,7 +380,7 @@ def _malformed(run: str, index: EpisodeIndex) -> Iterator[Finding]:
     )
     worst = where[0] if len(where) > 1 and where[0]["share"] > 0.5 > where[-1]["share"] else None
     places = (
-        f" Nearly all are of the tasks “{worst['kind']}…” ({worst['share']:.0%} of them)."
+        f" Nearly all are of the tasks “{worst['kind']}…” ({worst['share']:.1%} of them)."
         if worst
         else ""
     )
@@ -453,6 +453,6 @@ def _one_answer(run: str, index: EpisodeIndex) -> Iterator[Finding]:
             "warning",
             f"One answer to everything: {row['n']} of {row['total']} recent episodes say "
             f"“{row['answer'][:60]}”",
-            f"{row['targets']} different targets get the same answer; {row['success'] or 0:.0%} succeed.",
+            f"{row['targets']} different targets get the same answer; {row['success'] or 0:.1%} succeed.",
             {"answer": row["answer"], "first_step": str(max(0, row["since"]))},
         )

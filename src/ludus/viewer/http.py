@@ -20,7 +20,7 @@ from ludus.core.failures import LudusError
 from ludus.core.messages import Json
 from ludus.core.trajectory import Trajectory
 from ludus.observe import read_regular
-from ludus.observe.episodes.media import MediaStore
+from ludus.observe.episodes import MediaStore
 from ludus.serve.admission import RequestError
 from ludus.serve.app import HttpApi
 from ludus.serve.service import ServerConfig

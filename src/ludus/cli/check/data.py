@@ -47,9 +47,8 @@ def check_data(
         "files": {str(file): hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files},
         "recipe": loaded[0].model_dump(mode="json") if loaded else None,
     }
-    name = f"{files[0].stem}-checked"
     with (
-        SynthFolder(out, asked) if out else SynthFolder.numbered(name, asked) as folder,
+        SynthFolder.at(out, f"{files[0].stem}-checked", asked) as folder,
         ExitStack() as shown,
     ):
         bars = ProgressBars(console, shown)

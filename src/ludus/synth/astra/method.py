@@ -80,7 +80,7 @@ class Astra(SynthMethod[AstraConfig]):
         rows: list[list[Any]] = [
             [number, "; ".join(one["findings"]) or "good"] for number, one in enumerate(drafts, start=1)
         ]
-        result.tables.append(ReportTable("Drafts of the rules", ("draft", "found"), rows))
+        result.tables.append(ReportTable(("draft", "found"), rows, "Drafts of the rules"))
         for way, share in drafts[-1]["refused"].items():
             result.numbers[f"{way}_solutions_refused"] = share
         return result

@@ -27,7 +27,7 @@ from ludus.core.registry import load_reference
 from ludus.core.task import Task
 from ludus.core.trajectory import Group, StopReason, Trajectory, is_success
 from ludus.llm import UnusableReply
-from ludus.observe import Diagnosis, ReportTable, diagnose, read_trajectories, write_trajectories
+from ludus.observe import Diagnosis, ReportTable, Share, diagnose, read_trajectories, write_trajectories
 from ludus.rollouts.agent import Agent, Demonstrator
 from ludus.rollouts.episode import Episode
 from ludus.synth.asking import ModelSpec
@@ -294,18 +294,18 @@ class _Loop:
         for number, one in enumerate(self.rounds):
             for name in names:
                 rate = one.rates.get(name)
-                shown = f"{1 - rate.failure_rate:.1%}" if rate is not None else ""
+                shown = Share(1 - rate.failure_rate) if rate is not None else None
                 rows.append([number, name, shown, one.wanted.get(name, 0), one.made.get(name, 0)])
                 if rate is not None:
                     self.result.numbers[f"round_{number}_{name}"] = 1 - rate.failure_rate
         columns = ("round", self.settings.by, "success", "asked for", "made")
-        self.result.tables.append(ReportTable("Rounds", columns, rows))
+        self.result.tables.append(ReportTable(columns, rows, "Rounds"))
         modes: list[list[Any]] = [
             [number, found.mode.value, found.count]
             for number, one in enumerate(self.rounds)
             for found in one.diagnosis.findings
         ]
-        of_modes = ReportTable("Failure modes", ("round", "failure mode", "episodes"), modes)
+        of_modes = ReportTable(("round", "failure mode", "episodes"), modes, "Failure modes")
         self.result.tables.append(of_modes)
         self.result.warnings.append(f"the last model is in {self.rounds[-1].model}")
 

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 from ludus.core.random import key, shuffled
 from ludus.core.task import Task
-from ludus.observe import ReportTable
+from ludus.observe import ReportTable, Share
 
 Difficulty = Literal["easy", "medium", "hard"]
 DIFFICULTIES: tuple[Difficulty, ...] = get_args(Difficulty)
@@ -45,9 +45,12 @@ def difficulty_table(levels: Sequence[Difficulty]) -> ReportTable:
     counts = Counter(levels)
     total = max(1, len(levels))
     return ReportTable(
-        "difficulty of the kept examples",
         ("difficulty", "kept", "share", "target"),
-        [[name, counts[name], round(counts[name] / total, 3), TARGET[name]] for name in DIFFICULTIES],
+        [
+            [name, counts[name], Share(counts[name] / total), Share(TARGET[name])]
+            for name in DIFFICULTIES
+        ],
+        "difficulty of the kept examples",
     )
 
 

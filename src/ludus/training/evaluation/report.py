@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,37 +13,24 @@ from ludus.observe import (
     Cell,
     Estimate,
     ReportTable,
+    Share,
     atomic_file,
     atomic_write,
+    definition_of,
     diagnose,
     markdown_text,
     printable,
-    table_markdown,
+    share_text,
 )
 from ludus.training.evaluation.evaluate import TASK_SET
 from ludus.training.evaluation.study import ModelResult, Study
 from ludus.training.evaluation.summary import ALL, Summary
-
-_HOW_IT_ENDED = {
-    "tool_calls": "tool calls",
-    "invalid_call_share": "tool errors (share)",
-    "tokens/action": "tokens said",
-}
-"""Further numbers of a single measurement, and what they are called."""
-
 
 _TESTS = (
     "`+/-/=` counts tasks on which the model did better, worse, the same. `p flip` is the two-sided "
     "permutation test of the mean difference, `p sign` the sign test; neither allows for several comparisons, "
     "nor for lost episodes, which the interval of the difference does.\n"
 )
-
-
-def interval_text(estimate: Estimate | None, digits: int = 3) -> str | None:
-    """An estimate as people read it."""
-    if estimate is None or estimate.low is None or estimate.high is None:
-        return None if estimate is None else f"{estimate.value:.{digits}f}"
-    return f"{estimate.value:.{digits}f} [{estimate.low:.{digits}f}, {estimate.high:.{digits}f}]"
 
 
 def lost_warnings(study: Study) -> list[str]:
@@ -66,21 +53,23 @@ def letters(study: Study) -> dict[str, str]:
 def single_table(study: Study) -> ReportTable:
     """One measurement, one number in a row."""
     measured, summary = study.summaries[0]
-    rows: list[list[Cell]] = [["success", interval_text(summary.success)]]
+    rows: list[list[Cell]] = [["success", Share.of(summary.success)]]
     if summary.scored < summary.episodes:
         rows.append(["scored episodes", f"{summary.scored} of {summary.episodes}"])
     if summary.failed and summary.bounds is not None:
         low, high = summary.bounds
-        rows.append(["success, failed ones as 0 / as 1", f"{low:.3f} / {high:.3f}"])
-    rows += [[name, interval_text(estimate)] for name, estimate in _at_k(summary, study.how.ks)]
-    rows += [["reward", interval_text(summary.reward)], ["turns", summary.turns]]
-    found = measured.evaluation.metrics
-    rows += [[label, round(found[name], 3)] for name, label in _HOW_IT_ENDED.items() if name in found]
-    rows += [["truncated (share)", summary.truncated], ["failed episodes", summary.failed]]
+        bounds = f"{share_text(low)} / {share_text(high)}"
+        rows.append(["success, failed ones as 0 / as 1", bounds])
+    rows += [[name, Share.of(estimate)] for name, estimate in _at_k(summary, study.how.ks)]
+    rows += [["reward", summary.reward], ["turns", summary.turns]]
+    rows += metric_rows(
+        [measured.evaluation.metrics], ("tool_calls", "invalid_call_share", "tokens/action")
+    )
+    rows += [["truncated", _share(summary.truncated)], ["failed episodes", summary.failed]]
     if summary.left_out:
         rows.append(["aborted or not scored", summary.left_out])
     title = f"{measured.model}: {summary.tasks} tasks, {summary.episodes} episodes"
-    return ReportTable(title, ("metric", "value"), rows)
+    return ReportTable(("metric", "value"), rows, title)
 
 
 def full_table(study: Study) -> ReportTable:
@@ -107,17 +96,17 @@ def full_table(study: Study) -> ReportTable:
             summary.tasks,
             summary.episodes,
             summary.failed,
-            interval_text(summary.success),
-            *(interval_text(summary.average.get(k)) for k in most),
-            *(interval_text(summary.passed.get(k)) for k in ks),
-            *(interval_text(summary.relied.get(k)) for k in most),
-            interval_text(summary.reward),
+            Share.of(summary.success),
+            *(Share.of(summary.average.get(k)) for k in most),
+            *(Share.of(summary.passed.get(k)) for k in ks),
+            *(Share.of(summary.relied.get(k)) for k in most),
+            summary.reward,
             summary.turns,
-            summary.truncated,
+            _share(summary.truncated),
         ]
         for measured, summary in summaries
     ]
-    return ReportTable("evaluation", columns, rows)
+    return ReportTable(columns, rows, "evaluation")
 
 
 def short_table(study: Study) -> ReportTable:
@@ -132,13 +121,13 @@ def short_table(study: Study) -> ReportTable:
     rows: list[list[Cell]] = [
         [
             *_place(study, measured, summary.subtask, names[measured.model]),
-            interval_text(summary.success, 2),
-            *(interval_text(summary.passed.get(k), 2) for k in ks),
+            Share.of(summary.success),
+            *(Share.of(summary.passed.get(k)) for k in ks),
             summary.failed,
         ]
         for measured, summary in study.summaries
     ]
-    return ReportTable("evaluation", columns, rows)
+    return ReportTable(columns, rows, "evaluation")
 
 
 def comparison_table(study: Study, *, short: bool = False) -> ReportTable:
@@ -150,14 +139,14 @@ def comparison_table(study: Study, *, short: bool = False) -> ReportTable:
         [
             *_place(study, measured, comparison.subtask, names[measured.model]),
             *(() if short else (comparison.tasks,)),
-            interval_text(comparison.test.difference, 2 if short else 3),
+            Share.of(comparison.test.difference),
             f"{comparison.test.wins}/{comparison.test.losses}/{comparison.test.ties}",
             f"{'' if comparison.test.is_exact else '≈ '}{comparison.test.p_flip:.2g}",
             f"{comparison.test.p_sign:.2g}",
         ]
         for measured, comparison in study.comparisons
     ]
-    return ReportTable(f"success by task, minus that of {names.get(study.against or '')}", columns, rows)
+    return ReportTable(columns, rows, f"success by task, minus that of {names.get(study.against or '')}")
 
 
 def study_json(study: Study) -> Json:
@@ -183,18 +172,17 @@ def study_json(study: Study) -> Json:
 
 def study_markdown(study: Study) -> str:
     """The page of a study."""
-    share = f"{study.how.level:.0%}"
     parts = [
         "# Evaluation\n",
-        _markdown(full_table(study)),
-        f"Brackets are {share} intervals over tasks. Episodes lost to infrastructure failures are counted "
-        "under `failed` and are in no mean; the intervals of success, average@k, pass@k and pass^k allow for "
-        "them: their lower end counts every lost episode as 0, their upper end as 1.\n",
+        full_table(study).markdown(),
+        f"Brackets are {study.how.level:.0%} intervals over tasks. Episodes lost to infrastructure failures "
+        "are counted under `failed` and are in no mean; the intervals of success, average@k, pass@k and pass^k "
+        "allow for them: their lower end counts every lost episode as 0, their upper end as 1.\n",
         *(f"**Warning:** {markdown_text(text)}\n" for text in lost_warnings(study)),
     ]
     if study.against is not None:
         table = comparison_table(study)
-        parts += [f"## {table.title[:1].upper()}{table.title[1:]}\n", _markdown(table), _TESTS]
+        parts += [f"## {table.title[:1].upper()}{table.title[1:]}\n", table.markdown(), _TESTS]
     for measured in study.measured:
         found = diagnose(measured.evaluation.trajectories).markdown
         turns = "" if measured.turns is None else f", at most {measured.turns} turns"
@@ -213,8 +201,37 @@ def write_report(folder: Path, study: Study) -> list[Path]:
     return paths
 
 
-def _markdown(table: ReportTable) -> str:
-    return table_markdown(table.columns, table.rows)
+METRICS = {
+    "success": "success",
+    "reward": "reward",
+    "turns": "turns",
+    "tool_calls": "tool calls",
+    "invalid_call_share": "tool errors",
+    "truncated": "truncated",
+    "tokens/action": "tokens said",
+    "failures": "infrastructure failures",
+}
+"""What the numbers of an evaluation are called in tables."""
+
+
+def metric_rows(found: Sequence[Mapping[str, float]], names: Sequence[str] = ()) -> list[list[Cell]]:
+    """A row for each of these metrics that was measured, a column for each measurement."""
+    return [
+        [METRICS[name], *(_metric(name, one.get(name)) for one in found)]
+        for name in names or METRICS
+        if name in found[0]
+    ]
+
+
+def _metric(name: str, value: float | None) -> Cell:
+    metric = definition_of(name)
+    if value is None or metric is None or metric.unit != "share":
+        return int(value) if value is not None and name == "failures" else value
+    return Share(value)
+
+
+def _share(value: float | None) -> Share | None:
+    return None if value is None else Share(value)
 
 
 def _at_k(summary: Summary, asked: Sequence[int]) -> list[tuple[str, Estimate]]:

@@ -23,6 +23,7 @@ from ludus.observe import (
     PairedTest,
     all_at_k,
     average_at_k,
+    estimate_json,
     mean_interval,
     paired_test,
     pass_at_k,
@@ -326,10 +327,3 @@ def _comparison(
         second=float(sum(others) / len(others)),
         test=test,
     )
-
-
-def estimate_json(estimate: Estimate | None) -> dict[str, float | None] | None:
-    """An estimate as a table of JSON."""
-    if estimate is None:
-        return None
-    return {"value": estimate.value, "low": estimate.low, "high": estimate.high}

@@ -1,1 +1,0 @@
-"""Recorded episodes as rows of Parquet files, and back."""
