@@ -18,10 +18,11 @@ from ludus.core import EngineError, Sampling
 from ludus.engine import EngineCore, EngineStats, Request
 from ludus.engine.embedded import runner as runner_module
 from ludus.engine.embedded.cuda import prefill
+from ludus.engine.embedded.cuda import runner as cuda_runner_module
 from ludus.engine.embedded.cuda.decode import rows_for
 from ludus.engine.embedded.cuda.graphs import GraphShape, StepGraphs, wide_enough
 from ludus.engine.embedded.cuda.kv_cache import FixedMemory, KVShape, StaticKVCache
-from ludus.engine.embedded.cuda.runner import CudaModelRunner, fingerprint
+from ludus.engine.embedded.cuda.runner import CudaModelRunner, fingerprint, kv_shape
 from ludus.engine.embedded.request import Chunk
 from ludus.engine.embedded.runner import TorchModelRunner
 from ludus.kernels import arrays_to_device
@@ -374,7 +375,9 @@ def test_kernels_that_do_not_run_are_done_without_and_the_reason_is_told(
 ) -> None:
     model = make()
     runner_module._warn_slow.cache_clear()
-    monkeypatch.setattr(runner_module, "sample_at_temperature", _raise(ValueError("odd vocabulary")))
+    monkeypatch.setattr(
+        cuda_runner_module, "sample_at_temperature", _raise(ValueError("odd vocabulary"))
+    )
     worker = _worker(model, lookahead=None)
     assert isinstance(worker._runner, TorchModelRunner)
     assert "odd vocabulary" in caplog.text
@@ -402,7 +405,7 @@ def test_what_layers_keep_is_found_by_looking(family: str) -> None:
     model = make(family)
     use_ludus_attention(model)
     layers = model.config.num_hidden_layers
-    assert runner_module.kv_shape(model) == KVShape(layers, 2, 8, torch.float32)
+    assert kv_shape(model) == KVShape(layers, 2, 8, torch.float32)
 
 
 def test_graphs_are_forgotten_when_an_address_changes_and_only_then() -> None:

@@ -16,7 +16,7 @@ from engine_models import make, plain_logprobs, prompts, stock_greedy, until
 
 from ludus.core import ConfigError, Engine, EngineError, FinishReason, Media, Sampling, VersionSpan
 from ludus.engine import EmbeddedEngine, EngineConfig
-from ludus.engine.embedded import thread as thread_module
+from ludus.engine.embedded import engine as engine_module
 from ludus.remote.time_limit import time_limit
 
 GREEDY = Sampling(max_tokens=6, temperature=0)
@@ -148,7 +148,7 @@ async def test_a_cancelled_caller_takes_its_request_back() -> None:
     await engine.pause()
     scheduler = engine._core.scheduler
     assert not scheduler.has_work
-    assert not engine._thread._unresolved
+    assert not engine._thread.outbox.unresolved
     assert scheduler.block_manager.pool.available == scheduler.block_manager.pool.blocks
     await engine.resume()
     assert len((await engine.generate([1], GREEDY)).tokens) == 6
@@ -292,7 +292,7 @@ def test_several_event_loops_one_after_the_other() -> None:
 
 
 def test_a_forgotten_engine_leaves_no_thread_and_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thread_module, "_IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(engine_module, "_IDLE_SECONDS", 0.01)
     engine = EmbeddedEngine(make())
     asyncio.run(engine.generate([1, 2, 3], GREEDY))
     thread = engine._thread._thread

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludus.core import Sampling
-from ludus.engine.embedded.sampler import sample_with_params
+from ludus.engine.embedded.runner import sample_with_params
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -3.0, 1.5])
 DRAWS = 20_000

@@ -52,7 +52,7 @@ async def test_preemption_and_new_weights_repeat_nothing() -> None:
     await engine.resume()
     for early, completion in zip(told, await asyncio.gather(*running), strict=True):
         assert early == completion.tokens[:-1]
-    assert engine.stats.preemptions and not engine._streams
+    assert engine.stats.preemptions and not engine._thread.outbox.streams
     await engine.close()
 
 
@@ -68,7 +68,7 @@ async def test_nothing_is_reported_to_a_caller_that_is_gone() -> None:
     await asyncio.gather(running, return_exceptions=True)
     count = len(told)
     await engine.generate(prompts([4])[0], Sampling(max_tokens=10))
-    assert len(told) == count and not engine._streams
+    assert len(told) == count and not engine._thread.outbox.streams
     await engine.close()
 
 
@@ -84,7 +84,7 @@ async def test_a_refused_request_leaves_no_stream_behind() -> None:
     completion = await first
     assert told == completion.tokens[:-1]
     await engine.generate(prompts([3])[0], Sampling(max_tokens=5))
-    assert not engine._streams and max(completion.tokens) < VOCABULARY
+    assert not engine._thread.outbox.streams and max(completion.tokens) < VOCABULARY
     await engine.close()
 
 

@@ -22,11 +22,15 @@ from vllm_server import VllmTestServer, vllm_server
 from ludus.core import ByteTokenizer, ConfigError, Engine, EngineError, FinishReason, Sampling
 from ludus.core.generation import Completion, VersionSpan
 from ludus.engine import EmbeddedEngine
-from ludus.engine.servers.vllm import VllmEngine
+from ludus.engine.servers.vllm import HEAD, VllmEngine, with_head
 from ludus.engine.servers.vllm_api import WeightLabel, read_completion, read_next_token, read_scores
-from ludus.engine.servers.vllm_check import ServeOptions, serve_command, shell_line
-from ludus.engine.servers.vllm_server import VllmOptions, VllmServer
-from ludus.engine.servers.vllm_weights import HEAD, with_head
+from ludus.engine.servers.vllm_server import (
+    ServeOptions,
+    VllmOptions,
+    VllmServer,
+    serve_command,
+    shell_line,
+)
 from ludus.llm import Address
 from ludus.remote.client import BadResponse
 

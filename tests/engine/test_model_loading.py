@@ -16,7 +16,7 @@ from ludus.core import ConfigError, Sampling
 from ludus.engine import EmbeddedEngine
 from ludus.engine.embedded import runner
 from ludus.engine.embedded.cuda.kv_cache import KVShape
-from ludus.engine.embedded.runner import usable_kv_shape
+from ludus.engine.embedded.cuda.runner import usable_kv_shape
 from ludus.model import use_ludus_attention
 from ludus.model.forward import why_not_fused
 from ludus.training import ModelConfig, load_model

@@ -198,6 +198,7 @@ async def test_stopping_releases_everything(where: str, how: str) -> None:
             return "done"
         if where == "engine":
             reached.set()
+            return "a longer reply"
         return called("wait") if where == "tool" else "done"
 
     made: list[Counter] = []
@@ -213,9 +214,8 @@ async def test_stopping_releases_everything(where: str, how: str) -> None:
         rewards=[slow],
         pools={"env": pool},
         attempts=2,
-        engine={
-            "seconds": lambda produced: 0.0 if where != "engine" else 1e6 if reached.is_set() else 0.0
-        },
+        # by the reply's length: t0 must end whichever episode asks the engine first
+        engine={"seconds": lambda produced: 1e6 if where == "engine" and produced > 8 else 0.0},
     )
     if where == "pool":
         held = await pool.acquire("somebody else", Task.of("x"))

@@ -14,7 +14,7 @@ from ludus.core.messages import MediaSpan
 from ludus.core.random import uniforms
 from ludus.core.tokenizer import Tokenizer
 from ludus.engine.embedded.block_manager import common_prefix
-from ludus.engine.embedded.request import StopChecker
+from ludus.engine.embedded.request import first_ending
 
 Reply = str | Sequence[int]
 Script = Callable[[list[int], Sampling, str | None], Reply]
@@ -119,21 +119,10 @@ class FakeEngine(Engine):
             if self._tokenizer is None:
                 raise EngineError("a script that replies with text needs a tokenizer", retriable=False)
             reply = [*self._tokenizer.encode(reply), *sampling.stop_tokens[:1]]
-        stop_checker = None
-        if sampling.stop:
-            if self._tokenizer is None:
-                raise EngineError("stop strings need a tokenizer", retriable=False)
-            stop_checker = StopChecker(sampling.stop, self._tokenizer.decode)
-        produced: list[int] = []
-        for token in reply:
-            produced.append(token)
-            if token in sampling.stop_tokens:
-                return produced, FinishReason.STOP_TOKEN, None
-            if stop_checker is not None and (stop := stop_checker.push(token)) is not None:
-                return produced, FinishReason.STOP_STRING, stop
-            if len(produced) == sampling.max_tokens:
-                break
-        return produced, FinishReason.LENGTH, None
+        count, finish, stop = first_ending(
+            reply, sampling, self._tokenizer.decode if self._tokenizer is not None else None
+        )
+        return list(reply[:count]), finish or FinishReason.LENGTH, stop
 
     async def _elapse(
         self, produced: list[int], session: str | None, on_tokens: OnTokens | None, told: list[int]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -60,6 +62,16 @@ def free_memory(device: torch.device) -> tuple[int, int]:
     free, total = torch.cuda.mem_get_info(device)
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return free + held, total
+
+
+def all_memory(device: torch.device) -> int:
+    """The bytes of a GPU, or of this machine, as far as its container lets it use them (cgroup v1 and v2)."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    files = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+    texts = [Path(name).read_text().strip() for name in files if Path(name).is_file()]
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([installed, *(int(text) for text in texts if text.isdigit())])
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:

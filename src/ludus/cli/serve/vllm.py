@@ -33,7 +33,7 @@ def serve_vllm(
     ] = None,
 ) -> None:
     """Start a vLLM server for a recipe, or show how. Train on it with cluster.servers."""
-    from ludus.engine.servers.vllm_check import ServeOptions, serve_command, shell_line
+    from ludus.engine.servers.vllm_server import ServeOptions, serve_command, shell_line
     from ludus.training.config.parts import load_parts
     from ludus.training.config.recipe_files import load_recipe
     from ludus.training.rollout_engines import write_policy

@@ -19,13 +19,20 @@ from torch import nn
 
 from ludus.core.failures import Aborted, EngineError
 from ludus.core.generation import FinishReason
-from ludus.engine.config import EngineStats
+from ludus.engine.config import EngineConfig, EngineStats
 from ludus.engine.embedded.block_manager import BlockManager
 from ludus.engine.embedded.request import Chunk, Request
-from ludus.engine.embedded.runner import PendingStep, StepResults, make_runner
+from ludus.engine.embedded.runner import PendingStep, make_runner
 from ludus.engine.embedded.scheduler import Scheduler
+from ludus.kernels.device import all_memory, free_memory
+from ludus.model.hf_model import context_limit, device_of, head_shape, text_config, unwrapped
 
 _log = logging.getLogger(__name__)
+
+_WITHOUT_LIMIT = 32768
+"""Tokens of a context, where the model has no limit."""
+_PLENTY = 0.4
+"""With less of a GPU free, a trainer gets the cache's memory while the engine pauses."""
 
 
 class EngineCore:
@@ -192,11 +199,6 @@ class EngineCore:
         except Exception as error:  # noqa: BLE001 - as above: a device reports late what went wrong
             self._fail_step(pending.chunks, error)
             return
-        self._accept(results)
-        for chunk, values in results.scores:
-            self._take_scores(chunk, values)
-
-    def _accept(self, results: StepResults) -> None:
         not_finite: list[Request] = []
         accepted = 0
         for chunk, token, logprob, is_finite in zip(
@@ -222,31 +224,28 @@ class EngineCore:
             if finished is not None:
                 self.finish(request, *finished)
         self.stats.generated_tokens += accepted
-        if not_finite:
-            self._discard(not_finite)
-
-    def _discard(self, not_finite: list[Request]) -> None:
-        """NaN spreads through shared blocks: all other requests recompute, in a cleared cache."""
-        self.drain()
-        for request in not_finite:
-            if not request.is_done:
+        if (
+            not_finite
+        ):  # NaN spreads through shared blocks: all other requests recompute, in a cleared cache
+            self.drain()
+            for request in not_finite:
+                if not request.is_done:
+                    self.scheduler.finish(request)
+                    request.reply(
+                        EngineError(
+                            "the model's logits are not finite: its weights diverged or overflow"
+                        )
+                    )
+            self.scheduler.forget(self.version)
+            self._kv_cache.clear()
+        for chunk, values in results.scores:
+            request = chunk.request
+            if request.is_done:
+                continue
+            request.logprobs = [*(request.logprobs if chunk.start else [0.0]), *values]
+            if chunk.stop == len(request.tokens):
                 self.scheduler.finish(request)
-                request.reply(
-                    EngineError("the model's logits are not finite: its weights diverged or overflow")
-                )
-        self.scheduler.forget(self.version)
-        self._kv_cache.clear()
-
-    def _take_scores(self, chunk: Chunk, values: list[float]) -> None:
-        request = chunk.request
-        if request.is_done:
-            return
-        if chunk.start == 0:
-            request.logprobs = [0.0]
-        request.logprobs += values
-        if chunk.stop == len(request.tokens):
-            self.scheduler.finish(request)
-            request.reply(list(request.logprobs))
+                request.reply(list(request.logprobs))
 
     def finish(self, request: Request, reason: FinishReason, stop: str | None = None) -> None:
         """Finish a request and reply with what it has generated."""
@@ -288,3 +287,38 @@ class EngineCore:
             self._fail(request, "finding memory for the KV cache", cause)
         self.stats.memory_seconds += time.perf_counter() - started
         return self.has_work
+
+
+def cache_blocks(model: nn.Module, config: EngineConfig) -> int:
+    """Size of the KV cache in blocks: as configured, or what full batches need, within a share of memory."""
+    tokens = config.cache_tokens
+    if tokens is None:
+        device, text = device_of(model), text_config(model)
+        if device.type == "cuda":
+            memory = (config.memory or 0.4) * torch.cuda.mem_get_info(device)[0]
+        else:
+            memory = (config.memory or 0.125) * all_memory(device)
+        _, heads, size = head_shape(text)
+        element = unwrapped(model).get_input_embeddings().weight.element_size()
+        token_bytes = 2 * text.num_hidden_layers * heads * size * element
+        wanted = config.max_running * (context_limit(model) or _WITHOUT_LIMIT)
+        tokens = min(wanted, int(memory / token_bytes))
+    return max(1, -(-tokens // config.block_size))
+
+
+def max_step_tokens(model: nn.Module, config: EngineConfig) -> int:
+    """Token budget of a step: as configured, or what suits the device."""
+    if config.tokens_per_step is not None:
+        return config.tokens_per_step
+    return max(config.max_running, 8192 if device_of(model).type == "cuda" else 2048)
+
+
+def releases_memory(model: nn.Module, config: EngineConfig) -> bool:
+    """Whether a pause that begins now gives the KV cache's memory to the trainer."""
+    device = device_of(model)
+    if config.keep_kv:
+        return False
+    if config.release_memory != "auto" or device.type != "cuda":
+        return config.release_memory == "always"
+    free, total = free_memory(device)
+    return free < _PLENTY * total

@@ -13,11 +13,15 @@ closing engine wait for both.
 from __future__ import annotations
 
 import asyncio
+import atexit
+import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import nn
@@ -34,16 +38,141 @@ from ludus.core.generation import (
 )
 from ludus.core.messages import MediaSpan
 from ludus.core.tokenizer import Tokenizer
-from ludus.engine.config import EngineConfig, EngineStats
-from ludus.engine.embedded.core import EngineCore
-from ludus.engine.embedded.kv_cache_size import cache_blocks, max_step_tokens, releases_memory
+from ludus.engine.config import EngineConfig, EngineSetup, EngineStats
+from ludus.engine.embedded.callers import AdmissionQueue, Outbox, ReplyFuture, TokenStream, copy_of
+from ludus.engine.embedded.core import EngineCore, cache_blocks, max_step_tokens, releases_memory
 from ludus.engine.embedded.request import Decode, Marks, Request, StopChecker
-from ludus.engine.embedded.thread import AdmissionQueue, EngineThread, ReplyFuture, TokenStream
-from ludus.engine.registry import EngineSetup
 from ludus.model.hf_model import context_limit, sampling_mode, unwrapped, vocabulary_size
 from ludus.model.images import images_of, with_virtual_ids
 from ludus.model.probes import use_ludus_attention
-from ludus.remote.time_limit import Wait, queueing
+from ludus.remote.time_limit import queueing
+
+T = TypeVar("T")
+
+# The thread ends after this long without work; the next call starts another.
+_IDLE_SECONDS = 2.0
+_EXIT_SECONDS = 10.0
+
+
+class EngineThread:
+    """Runs commands in order, and `step` again and again for as long as it says there is work.
+
+    `step` returns whether there is more to do; `rest` is called whenever stepping ends for now. Every
+    future is resolved: by the command that got it, or with an error when the thread closes or breaks.
+    """
+
+    def __init__(self, step: Callable[[], bool], rest: Callable[[], None]) -> None:
+        self._step, self._rest = step, rest
+        self._condition = threading.Condition()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self.outbox = Outbox()
+        self._thread: threading.Thread | None = None
+        self._has_work = False
+        self._is_paused = False
+        self.closed: EngineError | None = None
+        """The error that every further call gets, once closed."""
+        _living.add(self)
+
+    def post(self, command: Callable[[], None], reply_future: ReplyFuture | None = None) -> None:
+        """Run `command` on the thread, between steps; it, or what it starts, resolves `reply_future`."""
+        with self._condition:
+            self.check_open()
+            if reply_future is not None:
+                self.outbox.unresolved.add(reply_future)
+            self._inbox.append(command)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="ludus-engine", daemon=True)
+                self._thread.start()
+            self._condition.notify()
+
+    def check_open(self) -> None:
+        """Raise if the engine is closed or has stopped."""
+        if self.closed is not None:
+            raise copy_of(self.closed)
+
+    async def call(self, command: Callable[[], T]) -> T:
+        """Run `command` on the thread, between steps, and return its result."""
+        reply_future = ReplyFuture()
+
+        def answer() -> None:
+            try:
+                outcome: object = command()
+            except Exception as error:  # noqa: BLE001 - the caller gets it
+                outcome = error
+            self.outbox.reply(reply_future, outcome)
+
+        self.post(answer, reply_future)
+        result: T = await reply_future.future
+        return result
+
+    def set_paused(self, paused: bool) -> None:
+        """No step begins while paused. On the thread only."""
+        self._is_paused = paused
+        if paused:
+            self._rest()
+
+    def close(self, error: EngineError) -> threading.Thread | None:
+        """Accept nothing more, fail all pending calls with `error`, stop; the thread to join, if any."""
+        with self._condition:
+            if self.closed is None:
+                self.closed = error
+            if self._thread is None:
+                self._fail_all(error)
+            self._condition.notify()
+            return self._thread
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except BaseException as error:  # noqa: BLE001 - dying silently would leave callers hanging
+            failure = EngineError(
+                f"the engine stopped: {type(error).__name__}: {error}; make a new one", retriable=False
+            )
+            failure.__cause__ = error
+            with self._condition:
+                self.closed = self.closed or failure
+                self._stop(failure)
+
+    def _turn(self) -> bool:
+        """Commands, one step, replies; False when the thread may end."""
+        with self._condition:
+            if not self._inbox and not self._has_work and self.closed is None:
+                self._rest()
+                self._condition.wait_for(lambda: bool(self._inbox or self.closed), _IDLE_SECONDS)
+            if self.closed is not None or not (self._inbox or self._has_work):
+                self._stop(self.closed)
+                return False
+            commands = list(self._inbox)
+            self._inbox.clear()
+        for command in commands:
+            command()
+        self._has_work = not self._is_paused and self._step()
+        self.outbox.deliver()
+        return True
+
+    def _stop(self, error: EngineError | None) -> None:
+        """The thread's last act, under the lock."""
+        self._rest()
+        self._thread = None
+        if error is not None:
+            self._fail_all(error)
+
+    def _fail_all(self, error: EngineError) -> None:
+        self._inbox.clear()
+        self.outbox.fail_all(error)
+
+
+_living: weakref.WeakSet[EngineThread] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_at_exit() -> None:
+    """A daemon thread that is inside the model while the interpreter goes down can crash it."""
+    for engine in list(_living):
+        thread = engine.close(EngineError("the interpreter is shutting down", retriable=False))
+        if thread is not None:
+            thread.join(_EXIT_SECONDS)
 
 
 class EmbeddedEngine(Engine):
@@ -79,7 +208,6 @@ class EmbeddedEngine(Engine):
         )
         self._admission = AdmissionQueue(self.config.max_waiting)
         self._thread = EngineThread(self._step, self._rest)
-        self._streams: list[TokenStream] = []
         self._mode = ExitStack()
         self._is_sampling = False
 
@@ -115,9 +243,8 @@ class EmbeddedEngine(Engine):
         on_tokens: OnTokens | None = None,
     ) -> Completion:
         arrived = time.perf_counter()
-        context = self._checked(tokens)
-        keyed = await self._keyed(context, media)
-        limit, stop_checker = self._limit(len(context), sampling), self._stop_checker(sampling)
+        context, keyed = await self._read(tokens, media)
+        limit, stop_checker = self._limit(len(context), sampling), StopChecker.of(sampling, self._decode)
         with queueing() as wait:
             if not await self._admission.enter(session):
                 self._thread.check_open()
@@ -130,8 +257,8 @@ class EmbeddedEngine(Engine):
                 sampling=sampling,
                 images=tuple(media),
                 session=session,
-                reply=lambda outcome: self._thread.reply(reply_future, outcome),
-                leave_queue=partial(self._left_queue, wait, asyncio.get_running_loop()),
+                reply=partial(self._thread.outbox.reply, reply_future),
+                leave_queue=partial(self._admission.leave, wait, reply_future.loop),
                 arrived=arrived,
                 stop_tokens=frozenset(sampling.stop_tokens),
                 stop_checker=stop_checker,
@@ -144,17 +271,17 @@ class EmbeddedEngine(Engine):
     async def score(
         self, tokens: Sequence[int], *, temperature: float = 1.0, media: Sequence[MediaSpan] = ()
     ) -> list[float]:
-        context = await self._keyed(self._checked(tokens), media)
+        context, keyed = await self._read(tokens, media)
         reply_future = ReplyFuture()
         request = Request(
-            tokens=context,
+            tokens=keyed,
             prompt=len(context),
             limit=self._limit(len(context), None),
             images=tuple(media),
             placeholder=self._images.token if self._images is not None else 0,
             sampling=Sampling(temperature=temperature),
             is_score=True,
-            reply=lambda outcome: self._thread.reply(reply_future, outcome),
+            reply=partial(self._thread.outbox.reply, reply_future),
         )
         logprobs: list[float] = await self._run(request, reply_future)
         return logprobs
@@ -167,7 +294,7 @@ class EmbeddedEngine(Engine):
         def submit() -> None:
             self._core.submit(request)
             if stream is not None:
-                self._streams.append(stream)
+                self._thread.outbox.streams.append(stream)
 
         try:
             self._thread.post(submit, reply_future)
@@ -180,13 +307,6 @@ class EmbeddedEngine(Engine):
             if self._thread.closed is None:
                 self._thread.post(lambda: self._core.cancel(request))
             raise
-
-    def _left_queue(self, wait: Wait, loop: asyncio.AbstractEventLoop) -> None:
-        """On the thread: something is computed for a request."""
-        self._admission.leave()
-        if wait.is_limited:
-            with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(wait.leave)
 
     async def fork(self, session: str, into: str) -> None:
         await self._thread.call(lambda: self._core.scheduler.fork(session, into))
@@ -256,38 +376,30 @@ class EmbeddedEngine(Engine):
             self._mode.enter_context(sampling_mode(self.model))
             self._is_sampling = True
         self._core.step()
-        if self._streams:
-            self._report_tokens()
+        if self._thread.outbox.streams:
+            self._thread.outbox.report_tokens()
         return self._core.has_work
-
-    def _report_tokens(self) -> None:
-        """On the thread: send what requests with a stream have sampled in this step, along with the replies."""
-        self._streams = [one for one in self._streams if self._thread.awaits(one.reply_future)]
-        for stream in self._streams:
-            if new := stream.take():
-                self._thread.send(stream, new)
 
     def _rest(self) -> None:
         """On the thread: restore the module's training mode."""
         self._mode.close()
         self._is_sampling = False
 
-    def _checked(self, tokens: Sequence[int]) -> list[int]:
+    async def _read(
+        self, tokens: Sequence[int], media: Sequence[MediaSpan]
+    ) -> tuple[list[int], list[int]]:
+        """The context, and with virtual ids where images are read; these are decoded in a thread."""
         self._thread.check_open()
         context: list[int] = checked_context(tokens, self._vocabulary).tolist()
-        return context
-
-    async def _keyed(self, context: list[int], media: Sequence[MediaSpan]) -> list[int]:
-        """The context with virtual ids where images are read; images are decoded in a thread."""
         if not media:
-            return context
+            return context, context
         if self._images is None:
             raise EngineError(
                 f"{type(unwrapped(self.model)).__name__} reads text only here, not images (docs/images.md)",
                 retriable=False,
             )
         try:
-            return await asyncio.to_thread(with_virtual_ids, context, media, self._images)
+            return context, await asyncio.to_thread(with_virtual_ids, context, media, self._images)
         except (LudusError, ValueError) as error:
             raise EngineError(f"an image cannot be shown: {error}", retriable=False) from error
 
@@ -309,15 +421,6 @@ class EmbeddedEngine(Engine):
                 retriable=False,
             )
         return limit
-
-    def _stop_checker(self, sampling: Sampling) -> StopChecker | None:
-        if not sampling.stop:
-            return None
-        if self._decode is None:
-            raise EngineError(
-                "stop strings need a tokenizer: EmbeddedEngine(model, tokenizer)", retriable=False
-            )
-        return StopChecker(sampling.stop, self._decode)
 
     def _seen(self, context: list[int], sampling: Sampling) -> Marks | None:
         if sampling.repetition_penalty == 1:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, FinishReason, Sampling, VersionSpan, first_stop
 from ludus.core.messages import MediaSpan
 from ludus.engine.embedded.block_manager import BlockTable
@@ -32,6 +33,15 @@ class StopChecker:
         # Tokens may decode to nothing; the tail is cut at this size all the same.
         self._most_tokens = 8 * self._reach
 
+    @classmethod
+    def of(cls, sampling: Sampling, decode: Decode | None) -> StopChecker | None:
+        """For a request; None where it has no stop strings."""
+        if not sampling.stop:
+            return None
+        if decode is None:
+            raise EngineError("stop strings need a tokenizer: give one with the engine", retriable=False)
+        return cls(sampling.stop, decode)
+
     def push(self, token: int) -> str | None:
         """The stop string that this token completes, if any; the first one, where it completes several."""
         self._tail.append(token)
@@ -50,6 +60,20 @@ class StopChecker:
         if keep > self._most_tokens // 2:
             keep = self._most_tokens // 2
         self._tail = self._tail[-keep:]
+
+
+def first_ending(
+    tokens: Sequence[int], sampling: Sampling, decode: Decode | None
+) -> tuple[int, FinishReason | None, str | None]:
+    """(tokens up to it, how, which string) of the first stop of an output; all tokens where there is none."""
+    checker = StopChecker.of(sampling, decode)
+    for count, token in enumerate(tokens[: sampling.max_tokens], start=1):
+        if token in sampling.stop_tokens:
+            return count, FinishReason.STOP_TOKEN, None
+        if checker is not None and (stop := checker.push(token)) is not None:
+            return count, FinishReason.STOP_STRING, stop
+    is_full = len(tokens) >= sampling.max_tokens
+    return min(len(tokens), sampling.max_tokens), FinishReason.LENGTH if is_full else None, None
 
 
 Marks = npt.NDArray[np.bool_]

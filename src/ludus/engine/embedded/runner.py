@@ -3,6 +3,11 @@
 `make_runner` chooses between two runners. `TorchModelRunner` computes a step at once with plain torch
 operations over gathered blocks: it works everywhere and is written for CPUs. On a GPU, `cuda.runner` launches
 steps and has their results later, after a trial of the paged kernels on the model (`usable_kv_shape`).
+
+Sampling: one uniform number for each token, inverted through the distribution. The number is a function of the
+request's seed and the token's position, so a request draws the same tokens whatever it is batched with.
+Reported log-probabilities are those of the full distribution at the request's temperature; top-k, top-p, min-p
+and the repetition penalty change only what is drawn.
 """
 
 from __future__ import annotations
@@ -18,32 +23,24 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from ludus.core.generation import Sampling
+from ludus.core.random import uniforms
 from ludus.engine.config import EngineStats
-from ludus.engine.embedded.cuda.kv_cache import FixedMemory, KVShape, StaticKVCache
-from ludus.engine.embedded.paged_attention import (
-    DecodeContext,
-    KVCache,
-    PagedBatch,
-    PagedContext,
-    PrefillContext,
-    TorchKVCache,
-)
+from ludus.engine.embedded.cuda.kv_cache import KVShape, StaticKVCache
+from ludus.engine.embedded.paged_attention import KVCache, PagedBatch, PagedContext, TorchKVCache
 from ludus.engine.embedded.request import Chunk
-from ludus.engine.embedded.sampler import log_softmax_at, sample_with_params
-from ludus.kernels import sample_at_temperature, unavailable
-from ludus.kernels.device import on_device
-from ludus.model.attention import AttentionParams
-from ludus.model.forward import head_logits, hidden_states, stock_hidden_states
-from ludus.model.hf_model import context_limit, device_of, sampling_mode
+from ludus.model.forward import head_logits, hidden_states
+from ludus.model.hf_model import context_limit, device_of
 from ludus.model.image_features import embedded_parts, forget_features
 from ludus.model.images import VIRTUAL, images_of
-from ludus.model.packed_attention import PackedContext
-from ludus.model.probes import agree_up_to_rounding, computed_in_float32, probe_tokens
 
 # Rows of hidden states that go through the head at once when a prompt is scored.
 _HEAD_ROWS = 1024
 # Initial width of the block tables of `CudaModelRunner`; they grow with the contexts.
 _WIDEST = 8192
+# Below 1 by more than the rounding of a product with the total, so that the last token that can be
+# drawn is one with a probability.
+_LARGEST = 1 - 2.0**-40
 _log = logging.getLogger(__name__)
 
 
@@ -125,7 +122,15 @@ class TorchModelRunner:
             embedded_chunks(self._model, chunks, ids_T),
         )
         ends = np.cumsum(batch.counts)
-        results = self._sample(chunks, hidden_TH, ends)
+        results = StepResults()
+        chosen = [
+            (chunk, end - 1) for chunk, end in zip(chunks, ends.tolist(), strict=True) if chunk.samples
+        ]
+        if chosen:
+            last = torch.tensor([end for _, end in chosen], device=device)
+            logits_RV = head_logits(self._model, hidden_TH.index_select(0, last))
+            sampled = [chunk for chunk, _ in chosen]
+            results = StepResults(sampled, *sample_chunks(logits_RV, sampled))
         results.scores = [
             (
                 chunk,
@@ -142,19 +147,6 @@ class TorchModelRunner:
 
     def close(self) -> None:
         """Nothing here is kept."""
-
-    def _sample(
-        self, chunks: Sequence[Chunk], hidden_TH: Tensor, ends: npt.NDArray[np.int64]
-    ) -> StepResults:
-        chosen = [
-            (chunk, end - 1) for chunk, end in zip(chunks, ends.tolist(), strict=True) if chunk.samples
-        ]
-        if not chosen:
-            return StepResults()
-        last = torch.tensor([end for _, end in chosen], device=hidden_TH.device)
-        logits_RV = head_logits(self._model, hidden_TH.index_select(0, last))
-        sampled = [chunk for chunk, _ in chosen]
-        return StepResults(sampled, *sample_chunks(logits_RV, sampled))
 
 
 def embedded_chunks(model: nn.Module, chunks: Sequence[Chunk], ids_T: Tensor) -> Tensor | None:
@@ -179,7 +171,10 @@ def make_runner(
 
     The CUDA runner is chosen on a GPU, if a trial of the paged kernels on the model succeeds.
     """
-    from ludus.engine.embedded.cuda.runner import CudaModelRunner  # which imports this module
+    from ludus.engine.embedded.cuda.runner import (  # it imports this module
+        CudaModelRunner,
+        usable_kv_shape,
+    )
 
     device = device_of(model)
     on_gpu = device.type == "cuda"
@@ -207,87 +202,6 @@ def _warn_slow(reason: str) -> None:
     _log.warning(
         "sampling without the GPU's kernels and graphs, which is several times slower: %s", reason
     )
-
-
-_PAGED_LENGTHS = (6, 2, 8, 7, 4, 5, 3, 8)
-"""Contexts that the paged kernels are tried on, each a prompt and one decoded token."""
-
-
-def usable_kv_shape(model: nn.Module, block_size: int) -> KVShape | str:
-    """The KV shape of the model, after a trial of the kernels; or why they cannot be used."""
-    device = device_of(model)
-    if device.type == "cuda" and (reason := unavailable(device)) is not None:
-        return reason
-    try:
-        with on_device(device):
-            shape = kv_shape(model)
-            if isinstance(shape, KVShape) and not _paged_kernels_agree(model, shape, block_size):
-                return "the paged kernels give other hidden states than packed sequences for this model"
-    except Exception as error:  # noqa: BLE001 - whatever breaks here would break every step
-        return f"{type(error).__name__}: {error}"
-    return shape
-
-
-class _ShapeProbe:
-    """An attention context that records the shape of each layer's keys, and returns zeros."""
-
-    def __init__(self) -> None:
-        self.found: dict[int, tuple[int, int, torch.dtype]] = {}
-        self.has_other_values = False
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams
-    ) -> Tensor:
-        self.found[layer] = (key.shape[1], key.shape[3], key.dtype)
-        self.has_other_values |= key.shape != value.shape
-        return torch.zeros(
-            1, query.shape[2], query.shape[1], value.shape[3], dtype=query.dtype, device=query.device
-        )
-
-
-def kv_shape(model: nn.Module) -> KVShape | str:
-    """The KV shape of all layers, or why they have no common one."""
-    probe = _ShapeProbe()
-    tokens = probe_tokens(model, 1)
-    with torch.no_grad(), sampling_mode(model):
-        hidden_states(model, tokens, torch.zeros_like(tokens), probe)
-    kinds = set(probe.found.values())
-    if len(kinds) != 1 or probe.has_other_values or set(probe.found) != set(range(len(probe.found))):
-        return "the model's layers have keys and values of different shapes"
-    heads, size, dtype = kinds.pop()
-    return KVShape(len(probe.found), heads, size, dtype)
-
-
-def _paged_kernels_agree(model: nn.Module, shape: KVShape, block_size: int) -> bool:
-    """Whether prefill and one decoded token through blocks agree with packed attention."""
-    device = device_of(model)
-    rows, width = len(_PAGED_LENGTHS), -(-max(_PAGED_LENGTHS) // block_size)
-    kv_cache = StaticKVCache(shape, rows * width, block_size, device, FixedMemory(device))
-    kv_cache.acquire()
-    block_tables = torch.arange(rows * width, dtype=torch.int32, device=device).view(rows, width)
-    packed = PackedContext(_PAGED_LENGTHS, device)
-    tokens, positions = probe_tokens(model, packed.tokens), packed.position_ids[0]
-    lengths = torch.tensor(_PAGED_LENGTHS, device=device)
-    row_of = torch.repeat_interleave(torch.arange(rows, device=device), lengths)
-    slots = row_of * (width * block_size) + positions
-    is_last = positions == lengths[row_of] - 1
-    prompts = (lengths - 1).int()
-    starts = torch.cat([torch.zeros_like(prompts[:1]), prompts.cumsum(0).int()])
-    with torch.no_grad(), sampling_mode(model):
-        prefill = PrefillContext(kv_cache, slots[~is_last], block_tables, starts, prompts)
-        decode = DecodeContext(kv_cache, slots[is_last], block_tables, lengths.int())
-        given = torch.empty_like(stock := hidden_states(model, tokens, positions, packed))
-        given[~is_last] = hidden_states(model, tokens[~is_last], positions[~is_last], prefill)
-        given[is_last] = hidden_states(model, tokens[is_last], positions[is_last], decode)
-        with computed_in_float32(model):
-            exact = stock_hidden_states(model, tokens, positions, packed)
-        logits = head_logits(model, given[is_last])
-        ones = torch.ones(rows, device=device)
-        drawn = sample_at_temperature(logits, ones, ones.double() * 0.5)
-    agrees = all(
-        agree_up_to_rounding(given[part], stock[part], exact[part]) for part in (is_last, ~is_last)
-    )
-    return agrees and bool(drawn[2].all())
 
 
 def sample_chunks(
@@ -355,3 +269,107 @@ def flat_batch(
     if any(chunk.request.images for chunk in chunks):
         ids_T[ids_T >= VIRTUAL] = 0  # features are read there, and no token's embedding
     return ids_T, positions_T, batch
+
+
+def sample_with_params(
+    logits_RV: Tensor,
+    samplings: Sequence[Sampling],
+    positions: Sequence[int],
+    seen: Sequence[npt.NDArray[np.bool_] | None],
+) -> tuple[list[int], list[float], list[bool]]:
+    """Tokens, their log-probabilities, and whether each row was finite (no NaN), for R rows.
+
+    `positions` count the tokens each request has generated; `seen` marks the tokens of its context
+    for the rows that ask for a repetition penalty.
+    """
+    logits_RV = logits_RV.float()
+    temperatures = [s.temperature or 1.0 for s in samplings]
+    logprobs_RV = log_softmax_at(logits_RV, temperatures)
+    special = [i for i, s in enumerate(samplings) if s.temperature == 0 or s.is_truncated]
+    if len(special) == len(samplings):
+        tokens_R = _draw_special(logits_RV, samplings, positions, seen)
+    else:
+        tokens_R = _draw(torch.exp(logprobs_RV), samplings, positions)
+        if special:
+            tokens_R[special] = _draw_special(
+                logits_RV[special],
+                [samplings[i] for i in special],
+                [positions[i] for i in special],
+                [seen[i] for i in special],
+            )
+    values_R = logprobs_RV.gather(1, tokens_R[:, None])[:, 0]
+    return tokens_R.tolist(), values_R.tolist(), torch.isfinite(values_R).tolist()
+
+
+def log_softmax_at(logits_RV: Tensor, temperatures: Sequence[float]) -> Tensor:
+    """log softmax(logits / T) row by row; safe for tiny temperatures."""
+    if any(t != 1 for t in temperatures):
+        divisor = torch.tensor(temperatures, dtype=torch.float32, device=logits_RV.device)[:, None]
+        logits_RV = (logits_RV - logits_RV.amax(1, keepdim=True)) / divisor
+    return torch.log_softmax(logits_RV, dim=1)
+
+
+def seed_of(sampling: Sampling) -> np.uint64:
+    """A request's seed as the random numbers take it."""
+    return np.uint64(sampling.seed & 0xFFFFFFFFFFFFFFFF)
+
+
+def uniforms_at(seeds: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    """The uniform number of each draw: a function of its seed and position alone."""
+    return np.minimum(uniforms(seeds, positions), _LARGEST)
+
+
+def _draw(weights_RV: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
+    """The token at which the cumulated weights pass each row's uniform number times their total."""
+    uniform = uniforms_at(np.array([seed_of(s) for s in samplings]), positions)
+    cumulated_RV = weights_RV.double().cumsum(1)
+    targets = torch.from_numpy(uniform).to(weights_RV.device)[:, None] * cumulated_RV[:, -1:]
+    found = torch.searchsorted(cumulated_RV, targets, right=True)[:, 0]
+    return found.clamp_(max=weights_RV.shape[1] - 1)
+
+
+def _draw_special(
+    logits_RV: Tensor,
+    samplings: Sequence[Sampling],
+    positions: Sequence[int],
+    seen: Sequence[npt.NDArray[np.bool_] | None],
+) -> Tensor:
+    """Rows that are greedy, truncated or penalised."""
+    if any(mark is not None for mark in seen):
+        logits_RV = _penalised(logits_RV, samplings, seen)
+    tokens_R = logits_RV.argmax(1)
+    drawn = [i for i, s in enumerate(samplings) if s.temperature > 0]
+    if drawn:
+        chosen = [samplings[i] for i in drawn]
+        weights = _truncated(logits_RV[drawn], chosen)
+        tokens_R[drawn] = _draw(weights, chosen, [positions[i] for i in drawn])
+    return tokens_R
+
+
+def _penalised(
+    logits_RV: Tensor, samplings: Sequence[Sampling], seen: Sequence[npt.NDArray[np.bool_] | None]
+) -> Tensor:
+    """Tokens of the context made less likely: positive logits divided, negative ones multiplied."""
+    nothing = np.zeros(logits_RV.shape[1], dtype=np.bool_)
+    marks = np.stack([nothing if mark is None else mark for mark in seen])
+    seen_RV = torch.from_numpy(marks).to(logits_RV.device)
+    penalties = torch.tensor([s.repetition_penalty for s in samplings], device=logits_RV.device)[:, None]
+    penalised = torch.where(logits_RV > 0, logits_RV / penalties, logits_RV * penalties)
+    return torch.where(seen_RV, penalised, logits_RV)
+
+
+def _truncated(logits_RV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    """Probabilities at temperature, zero outside top-k, then top-p of what is left, then min-p."""
+    device = logits_RV.device
+    probabilities = torch.exp(log_softmax_at(logits_RV, [s.temperature for s in samplings]))
+    ordered, order = probabilities.sort(dim=1, descending=True, stable=True)
+    size = logits_RV.shape[1]
+    top_k = torch.tensor([s.top_k or size for s in samplings], device=device)[:, None]
+    ordered = ordered * (torch.arange(size, device=device) < top_k)
+    cumulated = ordered.double().cumsum(1)
+    before = cumulated - ordered
+    top_p = torch.tensor([s.top_p for s in samplings], dtype=torch.float64, device=device)[:, None]
+    keep = (before < top_p * cumulated[:, -1:]) | (top_p >= 1)
+    min_p = torch.tensor([s.min_p for s in samplings], device=device)[:, None]
+    keep &= ordered >= min_p * ordered[:, :1]
+    return torch.zeros_like(probabilities).scatter_(1, order, ordered * keep)

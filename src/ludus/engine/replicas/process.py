@@ -12,8 +12,7 @@ from pathlib import Path
 
 from ludus.core.failures import EngineError
 from ludus.core.messages import Json
-from ludus.engine.config import EngineConfig
-from ludus.engine.registry import EngineSetup
+from ludus.engine.config import EngineConfig, EngineSetup
 from ludus.engine.replicas.requested import RequestedReplica
 from ludus.remote.channel import Frame
 from ludus.remote.supervisor import WorkerDied

@@ -11,34 +11,136 @@ number of callers is bounded by the rollout's `max_in_flight`. Nothing runs in t
 
 from __future__ import annotations
 
+import json
 import logging
 import math
-import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
 from ludus.core.failures import EngineError
-from ludus.core.generation import Completion, Engine, FinishReason, OnTokens, Sampling
-from ludus.core.images import not_shown
-from ludus.core.messages import MediaSpan
+from ludus.core.generation import Completion, FinishReason, Sampling, first_stop
+from ludus.core.messages import Json, Message, ToolCall
 from ludus.core.tokenizer import Tokenizer
-from ludus.engine.servers.in_flight import RequestsInFlight
-from ludus.engine.servers.openai_api import (
-    MOST_STOPS,
-    Answer,
-    TranscriptTokenizer,
-    WriteCalls,
-    cut,
-    read_answer,
-    sampling_fields,
-    write_hermes,
-)
-from ludus.llm.http import Address, ModelServerClient, refusal
-from ludus.remote.client import RequestFailed, RetryPolicy, ServerReply
+from ludus.engine.servers.client import ServerEngine
+from ludus.engine.servers.transcript import TranscriptTokenizer
+from ludus.llm.http import Address, ModelServerClient, checked_text, first_choice, refusal, token_count
+from ludus.remote.client import BadResponse, RequestFailed, RetryPolicy, ServerReply
 
 log = logging.getLogger(__name__)
+
+MOST_STOPS = 4
+"""How many stop strings the OpenAI interface takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A parsed answer. `stop` is the stop string it met, `tells_stop` whether it says so at all."""
+
+    text: str
+    finish: FinishReason
+    stop: str | None
+    tells_stop: bool
+    prompt_tokens: int | None
+    """How many tokens the server found in the prompt, where it says."""
+
+
+def sampling_fields(sampling: Sampling, *, stops: bool) -> Json:
+    """The fields of a request that say how to draw; those that not every server knows only when used."""
+    fields: Json = {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "seed": sampling.seed & 0x7FFFFFFF,  # some servers take 32 bits only
+    }
+    if sampling.top_k:
+        fields["top_k"] = sampling.top_k
+    if sampling.min_p:
+        fields["min_p"] = sampling.min_p
+    if sampling.repetition_penalty != 1:
+        fields["repetition_penalty"] = sampling.repetition_penalty
+    if stops:
+        fields["stop"] = list(dict.fromkeys(sampling.stop))
+    return fields
+
+
+WriteCalls = Callable[[str, Sequence[ToolCall]], str]
+"""(text, calls) -> an action as the run's format writes it."""
+
+
+def write_hermes(text: str, calls: Sequence[ToolCall]) -> str:
+    """Calls as the usual format writes them."""
+    bodies = [json.dumps({"name": call.name, "arguments": call.arguments}) for call in calls]
+    written = [f"<tool_call>\n{body}\n</tool_call>" for body in bodies]
+    return "\n".join([text, *written] if text else written)
+
+
+def read_answer(
+    body: Json, *, chat: bool, sampling: Sampling, write: WriteCalls = write_hermes
+) -> Answer:
+    """The first choice of a completion; native tool calls become text of the run's format."""
+    choice = first_choice(body)
+    text, is_native = _chat_text(choice, write) if chat else (choice.get("text"), False)
+    is_cut = choice.get("finish_reason") == "length"
+    told = [key for key in ("stop_reason", "matched_stop") if key in choice]
+    stop = next((choice[key] for key in told if isinstance(choice[key], str)), None)
+    return Answer(
+        text=checked_text(text, sampling.max_tokens),
+        finish=FinishReason.LENGTH if is_cut else FinishReason.STOP_TOKEN,
+        stop=stop if stop in sampling.stop else None,
+        tells_stop=bool(told) or is_native,
+        prompt_tokens=token_count(body, "prompt_tokens"),
+    )
+
+
+def _chat_text(choice: Json, write: WriteCalls) -> tuple[Any, bool]:
+    """The reply's text, and whether native tool calls are part of it."""
+    message = choice.get("message")
+    if not isinstance(message, dict):
+        raise BadResponse("the answer has no message")
+    content, calls = message.get("content"), message.get("tool_calls")
+    said = "" if content is None else content  # a model that only thought, or only called a tool
+    if not calls:
+        return said, False
+    if not isinstance(calls, list) or not isinstance(said, str):
+        raise BadResponse(
+            f"the answer's tool_calls are {type(calls).__name__}, not a list beside a text"
+        )
+    try:
+        parsed = Message.parse({"role": "assistant", "content": said, "tool_calls": calls})
+    except ValueError:  # the model's fault: a call that cannot be read, which the format will say
+        raw = [f"<tool_call>\n{_raw_call(call)}\n</tool_call>" for call in calls]
+        return "\n".join([said, *raw] if said else raw), True
+    return write(said, parsed.tool_calls), True
+
+
+def _raw_call(call: Any) -> str:
+    function = call.get("function") if isinstance(call, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else call
+    return arguments if isinstance(arguments, str) else json.dumps(arguments)
+
+
+def cut(answer: Answer, stops: Sequence[str], ends: Iterable[str]) -> Answer:
+    """The answer up to the first stop string, that included, or up to a text that ends a turn.
+
+    Servers leave out the stop string that they met: it is put back. One that they were not told of is
+    found here.
+    """
+    text = answer.text
+    if answer.stop is not None and not text.endswith(answer.stop):
+        text += answer.stop
+    at = min((text.find(end) for end in ends if end and end in text), default=None)
+    said = text if at is None else text[:at]
+    if (found := first_stop(said, stops)) is not None:
+        start, stop = found
+        return replace(
+            answer, text=said[: start + len(stop)], finish=FinishReason.STOP_STRING, stop=stop
+        )
+    return (
+        answer if at is None else replace(answer, text=said, finish=FinishReason.STOP_TOKEN, stop=None)
+    )
+
 
 NOT_KNOWN = math.nan
 """The log-probability of a token that was not sampled here; it makes a loss NaN."""
@@ -58,7 +160,7 @@ class RemoteOptions(RetryPolicy):
     """Further fields of every request; None leaves a field out that would be sent."""
 
 
-class RemoteEngine(Engine):
+class RemoteEngine(ServerEngine):
     """An `Engine` over `/completions`, or over `/chat/completions` when given a `TranscriptTokenizer`."""
 
     def __init__(
@@ -74,22 +176,18 @@ class RemoteEngine(Engine):
 
         A server may answer with native `tool_calls`; `write_calls` writes them as the run's format does.
         """
+        super().__init__()
         self.address = Address.parse(address) if isinstance(address, str) else address
         self.options = options or RemoteOptions()
         self._tokenizer = tokenizer
         self._write_calls = write_calls
         self._transport = ModelServerClient(key, self.options.connections)
-        self._requests: RequestsInFlight[Answer] = RequestsInFlight()
         self._tells_stops = True
         self._has_warned = False
 
     @property
     def name(self) -> str:
         return f"the server {self.address}"
-
-    @property
-    def takes_images(self) -> bool:
-        return False
 
     async def check(self) -> None:
         """Find the server and the model, before many episodes fail for the same reason."""
@@ -98,34 +196,9 @@ class RemoteEngine(Engine):
             # some servers serve more than they list: the first request will tell
             log.warning("%s does not list the model %s", self.address.url, self.address.model)
 
-    async def generate(
-        self,
-        tokens: Sequence[int],
-        sampling: Sampling,
-        *,
-        session: str | None = None,
-        media: Sequence[MediaSpan] = (),
-        on_tokens: OnTokens | None = None,
+    async def _complete(
+        self, tokens: Sequence[int], sampling: Sampling, request: str, session: str | None
     ) -> Completion:
-        self._requests.check_open()
-        if media:
-            raise not_shown("a model behind an address")
-        asking = self._answer(list(tokens), sampling)
-        answer = await self._requests.answer(session, uuid.uuid4().hex, asking)
-        if answer is None:
-            return Completion([], [], FinishReason.ABORTED)
-        ids = self._encode(answer.text)
-        return Completion(ids, [NOT_KNOWN] * len(ids), answer.finish, stop=answer.stop)
-
-    @property
-    def _is_chat(self) -> bool:
-        return isinstance(self._tokenizer, TranscriptTokenizer)
-
-    def _encode(self, text: str) -> list[int]:
-        """In a transcript, only Ludus writes marks; the model's own tokenizer knows its special tokens."""
-        return self._tokenizer.encode_text(text) if self._is_chat else self._tokenizer.encode(text)
-
-    async def _answer(self, tokens: list[int], sampling: Sampling) -> Answer:
         sends_stops = self._tells_stops and 0 < len(set(sampling.stop)) <= MOST_STOPS
         answer = await self._ask(tokens, sampling, stops=sends_stops)
         if sends_stops and answer.finish is FinishReason.STOP_TOKEN and not answer.tells_stop:
@@ -134,10 +207,19 @@ class RemoteEngine(Engine):
             log.info("%s does not say which stop string it met", self.address.url)
             self._tells_stops = False
             answer = await self._ask(tokens, sampling, stops=False)
-        ends = [self._tokenizer.decode([token]) for token in sampling.stop_tokens]
-        return cut(answer, sampling.stop, ends)
+        answer = cut(
+            answer, sampling.stop, [self._tokenizer.decode([one]) for one in sampling.stop_tokens]
+        )
+        # in a transcript, only Ludus writes marks; the model's own tokenizer knows its special tokens
+        encode = self._tokenizer.encode_text if self._is_chat else self._tokenizer.encode
+        ids = encode(answer.text)
+        return Completion(ids, [NOT_KNOWN] * len(ids), answer.finish, stop=answer.stop)
 
-    async def _ask(self, tokens: list[int], sampling: Sampling, *, stops: bool) -> Answer:
+    @property
+    def _is_chat(self) -> bool:
+        return isinstance(self._tokenizer, TranscriptTokenizer)
+
+    async def _ask(self, tokens: Sequence[int], sampling: Sampling, *, stops: bool) -> Answer:
         body = sampling_fields(sampling, stops=stops)
         if isinstance(self._tokenizer, TranscriptTokenizer):
             path = "chat/completions"
@@ -149,7 +231,7 @@ class RemoteEngine(Engine):
         else:
             as_text = self.options.prompt == "text"
             path = "completions"
-            body["prompt"] = self._tokenizer.decode(tokens) if as_text else tokens
+            body["prompt"] = self._tokenizer.decode(tokens) if as_text else list(tokens)
         body["model"] = self.address.model
         body |= self.options.request
         body = {name: value for name, value in body.items() if value is not None}
@@ -160,7 +242,13 @@ class RemoteEngine(Engine):
             # not worth a new episode: it was tried often enough
             message = str(error) if error.reply is None else self._refusal(error.reply)
             raise EngineError(message, retriable=False) from error
-        self._compare(len(tokens), answer.prompt_tokens)
+        counted = answer.prompt_tokens
+        if not self._is_chat and counted not in (None, len(tokens)) and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "%s counts %s tokens in a prompt of %s: another tokenizer, or a second beginning-of-text token",
+                *(self.address.url, counted, len(tokens)),
+            )
         return answer
 
     def _refusal(self, reply: ServerReply) -> str:
@@ -170,22 +258,6 @@ class RemoteEngine(Engine):
                 "prompts as text (prompt='text')"
             )
         return refusal(self.address, reply)
-
-    def _compare(self, ours: int, theirs: int | None) -> None:
-        """Say once that the server reads another prompt than the one that was rendered."""
-        if self._is_chat or theirs in (None, ours) or self._has_warned:
-            return
-        self._has_warned = True
-        log.warning(
-            "%s counts %s tokens in a prompt of %s: another tokenizer, or a second beginning-of-text token",
-            self.address.url,
-            theirs,
-            ours,
-        )
-
-    async def abort(self, session: str) -> None:
-        for task in self._requests.of(session).values():
-            task.cancel()
 
     async def pause(self) -> None:
         raise self._untrainable()
@@ -201,5 +273,5 @@ class RemoteEngine(Engine):
         )
 
     async def close(self) -> None:
-        self._requests.close()
+        await super().close()
         await self._transport.close()

@@ -19,25 +19,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import shutil
+import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from safetensors import safe_open
+from safetensors.torch import save_file
+
 from ludus.core.failures import ConfigError, EngineError
-from ludus.core.generation import (
-    Completion,
-    Engine,
-    FinishReason,
-    OnTokens,
-    Sampling,
-    VersionSpan,
-    checked_context,
-)
-from ludus.core.images import not_shown
-from ludus.core.messages import Json, MediaSpan
+from ludus.core.generation import Completion, Sampling, checked_context
+from ludus.core.messages import MediaSpan
 from ludus.core.tokenizer import Tokenizer
-from ludus.engine.registry import EngineSetup
-from ludus.engine.servers.in_flight import RequestsInFlight
+from ludus.engine.config import EngineSetup
+from ludus.engine.servers.client import ServerEngine
 from ludus.engine.servers.vllm_api import (
     WeightLabel,
     generate_body,
@@ -47,19 +44,23 @@ from ludus.engine.servers.vllm_api import (
     read_scores,
     score_body,
 )
-from ludus.engine.servers.vllm_server import VllmOptions, VllmServer
-from ludus.engine.servers.vllm_weights import model_config, with_head
+from ludus.engine.servers.vllm_server import VllmOptions, VllmServer, model_config
 from ludus.llm.http import Address
 from ludus.model.hf_model import vocabulary_size
 from ludus.remote.client import BadResponse, ConnectionFailed
 
 log = logging.getLogger(__name__)
 
+HEAD = "lm_head.weight"
+"""Every update has it, also of models whose head is tied to the embedding, which save one tensor for both. On a
+CPU, vLLM keeps a packed copy of the head, and makes it anew only where it is given a head: with the embedding
+alone an update reports success, and what is sampled comes from a model that is half old (0.03 to 0.5 nats)."""
+_EMBEDDING = "embed_tokens.weight"
 _ABORT_AGAIN = 0.2
 """Seconds between two aborts: a request that has not reached the server yet is not known there."""
 
 
-class VllmEngine(Engine):
+class VllmEngine(ServerEngine):
     """An engine over a vLLM server, whose weights it replaces."""
 
     def __init__(
@@ -75,6 +76,7 @@ class VllmEngine(Engine):
 
         The key is `LUDUS_API_KEY` from the environment when left out; vLLM knows it as --api-key.
         """
+        super().__init__()
         parsed = Address.parse(address) if isinstance(address, str) else address
         self._server = VllmServer(parsed, key, options)
         self._options = self._server.options
@@ -82,8 +84,6 @@ class VllmEngine(Engine):
         self._vocabulary = vocabulary or tokenizer.vocabulary_size
         self._label = WeightLabel(uuid.uuid4().hex[:12])
         self._version = 0
-        self._requests: RequestsInFlight[Completion] = RequestsInFlight()
-        """By their ids on the server."""
         self._is_paused = self._is_loading = False
 
     @classmethod
@@ -100,53 +100,31 @@ class VllmEngine(Engine):
         return self._server.name
 
     @property
-    def takes_images(self) -> bool:
-        return False
-
-    @property
     def policy_version(self) -> int:
         return self._version
 
-    async def generate(
-        self,
-        tokens: Sequence[int],
-        sampling: Sampling,
-        *,
-        session: str | None = None,
-        media: Sequence[MediaSpan] = (),
-        on_tokens: OnTokens | None = None,
+    async def _complete(
+        self, tokens: Sequence[int], sampling: Sampling, request: str, session: str | None
     ) -> Completion:
-        self._requests.check_open()
-        if media:
-            raise not_shown("a vLLM server")
-        request = uuid.uuid4().hex
         body = generate_body(self._checked(tokens), sampling, request, self._server.address.model)
-        asking = self._complete(body, sampling, session)
-        completion = await self._requests.answer(session, request, asking)
-        if completion is None:
-            return Completion([], [], FinishReason.ABORTED, (VersionSpan(0, self._version),))
-        return completion
-
-    async def _complete(self, body: Json, sampling: Sampling, session: str | None) -> Completion:
-        def read(answer: Json) -> Completion:
-            return read_completion(
+        return await self._server.generate(
+            body,
+            lambda answer: read_completion(
                 answer,
                 sampling,
                 vocabulary=self._vocabulary,
                 decode=self._tokenizer.decode,
                 label=self._label,
                 version=self._version,
-            )
-
-        return await self._server.generate(body, read, session)
+            ),
+            session,
+        )
 
     async def score(
         self, tokens: Sequence[int], *, temperature: float = 1.0, media: Sequence[MediaSpan] = ()
     ) -> list[float]:
         """At a temperature other than 1 each token is a request of its own: vLLM scores prompts at 1 alone."""
-        self._requests.check_open()
-        if media:
-            raise not_shown("a vLLM server")
+        self._check(media)
         given, model = self._checked(tokens), self._server.address.model
         if temperature in (0.0, 1.0):
             body = score_body(given, uuid.uuid4().hex, model)
@@ -166,7 +144,7 @@ class VllmEngine(Engine):
 
     async def abort(self, session: str) -> None:
         """The server gives back what there is; where it does not, the connection is closed."""
-        running = self._requests.of(session)
+        running = dict(self._tasks.get(session, {}))
         try:
             async with asyncio.timeout(self._options.abort_seconds):
                 while any(not task.done() for task in running.values()):
@@ -193,7 +171,7 @@ class VllmEngine(Engine):
 
     async def load_weights(self, folder: Path, version: int) -> None:
         """The server reads the folder itself: it must see it under the same path."""
-        self._requests.check_open()
+        self._check()
         self._is_loading = True
         self._server.deadlines.hold()
         try:
@@ -225,7 +203,7 @@ class VllmEngine(Engine):
 
     async def start(self, folder: Path, version: int) -> None:
         """Wait for the server, check it, and give it these weights."""
-        self._requests.open()
+        self._is_closed = False
         self._is_paused = False
         problem = await self._server.ailment()
         if problem is not None:
@@ -277,10 +255,51 @@ class VllmEngine(Engine):
             with contextlib.suppress(EngineError, ConfigError, TimeoutError):
                 async with asyncio.timeout(self._options.abort_seconds):
                     await self._server.resume()
-        self._requests.close()
+        await super().close()
         await self._server.close()
 
     def _checked(self, tokens: Sequence[int]) -> list[int]:
         """Requests that the server would refuse, or worse."""
         given: list[int] = checked_context(tokens, self._vocabulary).tolist()
         return given
+
+
+@contextlib.contextmanager
+def with_head(folder: Path) -> Iterator[Path]:
+    """A folder with the same weights, and the head among them; it is gone afterwards."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise EngineError(f"there are no weights (*.safetensors) in {folder}", retriable=False)
+    source = _embedding_without_head(files)
+    if source is None:
+        yield folder
+        return
+    # beside the folder: a server that sees that sees this, and files can be linked
+    made = Path(tempfile.mkdtemp(prefix=f"{folder.name}-with-head-", dir=folder.parent))
+    try:
+        made.chmod(0o755)  # the server may be another user's
+        for file in [*files, folder / "config.json"]:
+            if file.is_file():
+                try:
+                    os.link(file, made / file.name)
+                except OSError:  # a file system without links, or a file of another user
+                    shutil.copyfile(file, made / file.name)
+        with safe_open(source[0], "pt") as tensors:
+            head = {HEAD: tensors.get_tensor(source[1])}
+            save_file(head, made / "head.safetensors", metadata={"format": "pt"})
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _embedding_without_head(files: list[Path]) -> tuple[Path, str] | None:
+    """The file and the name of the embedding, where there is no head."""
+    found: tuple[Path, str] | None = None
+    for file in files:
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - it is no mapping
+                if name.endswith(HEAD):
+                    return None
+                if name.endswith(_EMBEDDING):
+                    found = file, name
+    return found

@@ -18,7 +18,7 @@ from typing import Any
 from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, FinishReason, Sampling, VersionSpan
 from ludus.core.messages import Json
-from ludus.engine.embedded.request import Decode, StopChecker
+from ludus.engine.embedded.request import Decode, first_ending
 from ludus.remote.client import BadResponse
 
 REQUEST_PREFIX = "generate-tokens-"
@@ -121,7 +121,7 @@ def read_completion(
     logprobs = _logprobs(choice.get("logprobs"), tokens)
     versions = _versions(choice.get("weight_versions"), len(tokens), label)
     reason = choice.get("finish_reason")
-    count, finish, stop = _ending(tokens, sampling, decode)
+    count, finish, stop = first_ending(tokens, sampling, decode)
     if finish is None:
         if reason == "abort":
             finish = FinishReason.ABORTED
@@ -199,25 +199,6 @@ def _versions(raw: Any, count: int, label: WeightLabel) -> list[VersionSpan]:
     if reached != count:
         raise BadResponse(f"the answer's weight_versions are of {reached} tokens, and it has {count}")
     return spans
-
-
-def _ending(
-    tokens: Sequence[int], sampling: Sampling, decode: Decode | None
-) -> tuple[int, FinishReason | None, str | None]:
-    """(tokens up to it, how, which string) of the first stop; all tokens where there is none."""
-    if sampling.stop and decode is None:
-        raise EngineError(
-            "stop strings need a tokenizer: VllmEngine(address, tokenizer)", retriable=False
-        )
-    checker = StopChecker(sampling.stop, decode) if sampling.stop and decode is not None else None
-    for count, token in enumerate(tokens, start=1):
-        if token in sampling.stop_tokens:
-            return count, FinishReason.STOP_TOKEN, None
-        if checker is not None and (stop := checker.push(token)) is not None:
-            return count, FinishReason.STOP_STRING, stop
-    if len(tokens) == sampling.max_tokens:
-        return len(tokens), FinishReason.LENGTH, None
-    return len(tokens), None, None
 
 
 def _cached_tokens(usage: Any) -> int:

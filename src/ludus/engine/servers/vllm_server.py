@@ -1,5 +1,8 @@
 """`VllmServer`: the routes of one vLLM server, each as a call with retries, deadlines and typed failures.
 
+Also how one is started, and which of its settings are no good for training, each with the flag that mends it.
+What cannot be asked for is measured: the canary compares log-probabilities after every update.
+
 Requests of episodes and everything else have connections of their own, so that a pause or an abort never waits
 behind requests. Every call but `load` may be sent twice without harm.
 """
@@ -7,6 +10,8 @@ behind requests. Every call but `load` may be sent twice without harm.
 from __future__ import annotations
 
 import asyncio
+import json
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,21 +19,37 @@ from typing import Any, TypeVar
 
 from ludus.core.failures import ConfigError, EngineError
 from ludus.core.messages import Json
-from ludus.engine.servers.in_flight import Deadlines
+from ludus.engine.servers.client import Deadlines
 from ludus.engine.servers.vllm_api import REQUEST_PREFIX
-from ludus.engine.servers.vllm_check import (
-    DEV_MODE,
-    SCALE_OUT,
-    SERVE_COMMAND,
-    ServerInfo,
-    setting_problems,
-    shape_problems,
-)
-from ludus.engine.servers.vllm_weights import model_config
 from ludus.llm.http import API_KEY, Address, ModelServerClient
-from ludus.remote.client import ConnectionFailed, RequestFailed, RetryPolicy, ServerReply
+from ludus.remote.client import (
+    BadResponse,
+    ConnectionFailed,
+    RequestFailed,
+    RetryPolicy,
+    ServerReply,
+)
 
 T = TypeVar("T")
+
+DEV_MODE = "VLLM_SERVER_DEV_MODE=1"
+"""Routes for weights, pausing and the server's settings exist only with it."""
+SCALE_OUT = "--enable-scale-out"
+LOGPROBS = "processed_logprobs"
+SERVE_COMMAND = "ludus serve vllm RECIPE"
+"""The command that starts a server with the required settings."""
+
+_BATCHED_TOKENS = 2048
+_SHAPE = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
 
 _CONTROL_CONNECTIONS = 8
 _GENERATE = "inference/v1/generate"
@@ -198,3 +219,128 @@ class VllmServer:
 
 def _ignored(answer: Json) -> None:
     """An answer that says nothing more than its status."""
+
+
+def model_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a model's folder; empty where there is none, or it is no such file."""
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """A server's description of itself (`/server_info`)."""
+
+    logprobs_mode: str
+    dtype: str
+    max_model_len: int
+    quantization: str | None
+    model: str
+    """The folder or hub name that it was started with."""
+    is_on_cpu: bool
+    prefills_in_chunks: bool
+
+    @classmethod
+    def read(cls, body: Json) -> ServerInfo:
+        config = _table(body, "vllm_config")
+        model = _table(config, "model_config")
+        length = model.get("max_model_len")
+        if not isinstance(length, int):
+            raise BadResponse("the server's settings have no max_model_len")
+        quantization = model.get("quantization")
+        return cls(
+            logprobs_mode=str(model.get("logprobs_mode")),
+            dtype=str(model.get("dtype")).removeprefix("torch."),
+            max_model_len=length,
+            quantization=None if quantization is None else str(quantization),
+            model=str(model.get("model")),
+            is_on_cpu=str(_table(config, "device_config").get("device")).startswith("cpu"),
+            prefills_in_chunks=bool(
+                _table(config, "scheduler_config").get("enable_chunked_prefill", True)
+            ),
+        )
+
+
+def _table(body: Mapping[str, Any], name: str) -> Json:
+    found = body.get(name)
+    if not isinstance(found, dict):
+        raise BadResponse(f"the server's settings have no table {name!r}")
+    return found
+
+
+def setting_problems(info: ServerInfo, trained: Mapping[str, Any]) -> list[str]:
+    """Problems of a server's settings; `trained` is the config.json of the trained model, or empty."""
+    found = []
+    dtype = trained.get("dtype", trained.get("torch_dtype"))
+    if info.logprobs_mode != LOGPROBS:
+        found.append(
+            f"it reports log-probabilities of another distribution than the one that is trained (logprobs_mode "
+            f"is {info.logprobs_mode}): start it with --logprobs-mode {LOGPROBS}"
+        )
+    if isinstance(dtype, str) and info.dtype != dtype:
+        found.append(
+            f"it computes in {info.dtype}, and the trainer in {dtype}: start it with --dtype {dtype} (or set "
+            f"model.dtype)"
+        )
+    if info.is_on_cpu and info.prefills_in_chunks:
+        found.append(
+            "on a CPU it dies of the first request with a seed whose prompt it computes in parts (CPU "
+            f"generators have no offset): start it with {' '.join(whole_prompts(info.max_model_len))}"
+        )
+    if info.quantization is not None:
+        found.append(
+            f"its weights are quantized ({info.quantization}), so that it is another model than the one that "
+            "is trained: start it without --quantization"
+        )
+    return found
+
+
+def whole_prompts(context: int) -> list[str]:
+    """Flags with which vLLM computes every prompt at once."""
+    return [
+        "--no-enable-chunked-prefill",
+        "--max-num-batched-tokens",
+        str(max(_BATCHED_TOKENS, context)),
+    ]
+
+
+def shape_problems(served: Mapping[str, Any], trained: Mapping[str, Any]) -> list[str]:
+    """Where the config.json of the served model, as far as it is known, is another than the trained one's."""
+    return [
+        f"its model has {name} = {served[name]!r}, and the trained one {trained[name]!r}"
+        for name in _SHAPE
+        if name in served and name in trained and served[name] != trained[name]
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """How a server is started."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    name: str = "policy"
+    extra: Sequence[str] = ()
+    """Further flags for the server."""
+
+
+def serve_command(
+    python: str, folder: Path, dtype: str, context: int | None, on_cpu: bool, options: ServeOptions
+) -> tuple[dict[str, str], list[str]]:
+    """(variables of the environment, command) that start a server that can be trained on."""
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+    command += ["--served-model-name", options.name, "--host", options.host, "--port", str(options.port)]
+    command += ["--dtype", dtype, SCALE_OUT, "--logprobs-mode", LOGPROBS]
+    if context is not None:
+        command += ["--max-model-len", str(context)]
+        command += whole_prompts(context) if on_cpu else []
+    name, _, value = DEV_MODE.partition("=")
+    return {name: value}, [*command, *options.extra]
+
+
+def shell_line(variables: Mapping[str, str], command: Sequence[str]) -> str:
+    """Variables and command as one line for a shell."""
+    return " ".join([*(f"{name}={value}" for name, value in variables.items()), shlex.join(command)])

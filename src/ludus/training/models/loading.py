@@ -15,7 +15,7 @@ from torch import nn
 
 from ludus.chat.tokenizers import CHATML, HFTokenizer, load_tokenizer
 from ludus.core.failures import ConfigError, not_there
-from ludus.engine.embedded.kv_cache_size import all_memory
+from ludus.kernels.device import all_memory
 from ludus.model.hf_model import auto_class
 from ludus.training.config.model import ModelConfig, ScratchConfig
 from ludus.training.models.adapter_folder import CONFIG, base_of, check_weights, is_adapter, revision_of

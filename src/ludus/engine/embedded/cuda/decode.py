@@ -19,7 +19,7 @@ from ludus.engine.embedded.cuda.graphs import GraphShape, StepGraphs, wide_enoug
 from ludus.engine.embedded.cuda.kv_cache import StaticKVCache
 from ludus.engine.embedded.paged_attention import DecodeContext
 from ludus.engine.embedded.request import Chunk
-from ludus.engine.embedded.sampler import seed_of, uniforms_at
+from ludus.engine.embedded.runner import seed_of, uniforms_at
 from ludus.kernels import sample_at_temperature
 from ludus.kernels.device import Array, StagingBuffers
 from ludus.model.forward import head_logits, hidden_states

@@ -1,140 +1,19 @@
-"""Requests to an OpenAI-compatible server, and parsing of its answers. Pure.
+"""A transcript of messages in tokens, for servers that take messages and have a tokenizer of their own.
 
-A server's answer is not trusted: every field is checked before it is used, and what does not fit is a
-`BadResponse` that says what was wrong.
-
-`TranscriptTokenizer`: an engine is given tokens, but `/chat/completions` takes messages, and the server has a
-tokenizer and a chat template of its own. So the transcript is kept in tokens that only serve to be turned back
-into messages: special ones mark where messages start and end, all others stand for up to three bytes of text
-each, which is about as many tokens as a real tokenizer counts, rather more. Content cannot forge a mark,
-because marks are ids.
+An engine is given tokens, but `/chat/completions` takes messages. So the transcript is kept in tokens that
+only serve to be turned back into messages: special ones mark where messages start and end, all others stand for
+up to three bytes of text each, which is about as many tokens as a real tokenizer counts, rather more. Content
+cannot forge a mark, because marks are ids.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-from ludus.core.generation import FinishReason, Sampling, first_stop
-from ludus.core.messages import Json, Message, ToolCall
+from ludus.core.messages import Json
 from ludus.core.tokenizer import SPECIALS, ByteTokenizer
-from ludus.llm.http import checked_text, first_choice, token_count
-from ludus.remote.client import BadResponse
-
-MOST_STOPS = 4
-"""How many stop strings the OpenAI interface takes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A parsed answer. `stop` is the stop string it met, `tells_stop` whether it says so at all."""
-
-    text: str
-    finish: FinishReason
-    stop: str | None
-    tells_stop: bool
-    prompt_tokens: int | None
-    """How many tokens the server found in the prompt, where it says."""
-
-
-def sampling_fields(sampling: Sampling, *, stops: bool) -> Json:
-    """The fields of a request that say how to draw; those that not every server knows only when used."""
-    fields: Json = {
-        "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "seed": sampling.seed & 0x7FFFFFFF,  # some servers take 32 bits only
-    }
-    if sampling.top_k:
-        fields["top_k"] = sampling.top_k
-    if sampling.min_p:
-        fields["min_p"] = sampling.min_p
-    if sampling.repetition_penalty != 1:
-        fields["repetition_penalty"] = sampling.repetition_penalty
-    if stops:
-        fields["stop"] = list(dict.fromkeys(sampling.stop))
-    return fields
-
-
-WriteCalls = Callable[[str, Sequence[ToolCall]], str]
-"""(text, calls) -> an action as the run's format writes it."""
-
-
-def write_hermes(text: str, calls: Sequence[ToolCall]) -> str:
-    """Calls as the usual format writes them."""
-    bodies = [json.dumps({"name": call.name, "arguments": call.arguments}) for call in calls]
-    written = [f"<tool_call>\n{body}\n</tool_call>" for body in bodies]
-    return "\n".join([text, *written] if text else written)
-
-
-def read_answer(
-    body: Json, *, chat: bool, sampling: Sampling, write: WriteCalls = write_hermes
-) -> Answer:
-    """The first choice of a completion; native tool calls become text of the run's format."""
-    choice = first_choice(body)
-    text, is_native = _chat_text(choice, write) if chat else (choice.get("text"), False)
-    is_cut = choice.get("finish_reason") == "length"
-    told = [key for key in ("stop_reason", "matched_stop") if key in choice]
-    stop = next((choice[key] for key in told if isinstance(choice[key], str)), None)
-    return Answer(
-        text=checked_text(text, sampling.max_tokens),
-        finish=FinishReason.LENGTH if is_cut else FinishReason.STOP_TOKEN,
-        stop=stop if stop in sampling.stop else None,
-        tells_stop=bool(told) or is_native,
-        prompt_tokens=token_count(body, "prompt_tokens"),
-    )
-
-
-def _chat_text(choice: Json, write: WriteCalls) -> tuple[Any, bool]:
-    """The reply's text, and whether native tool calls are part of it."""
-    message = choice.get("message")
-    if not isinstance(message, dict):
-        raise BadResponse("the answer has no message")
-    content, calls = message.get("content"), message.get("tool_calls")
-    said = "" if content is None else content  # a model that only thought, or only called a tool
-    if not calls:
-        return said, False
-    if not isinstance(calls, list) or not isinstance(said, str):
-        raise BadResponse(
-            f"the answer's tool_calls are {type(calls).__name__}, not a list beside a text"
-        )
-    try:
-        parsed = Message.parse({"role": "assistant", "content": said, "tool_calls": calls})
-    except ValueError:  # the model's fault: a call that cannot be read, which the format will say
-        raw = [f"<tool_call>\n{_raw_call(call)}\n</tool_call>" for call in calls]
-        return "\n".join([said, *raw] if said else raw), True
-    return write(said, parsed.tool_calls), True
-
-
-def _raw_call(call: Any) -> str:
-    function = call.get("function") if isinstance(call, dict) else None
-    arguments = function.get("arguments") if isinstance(function, dict) else call
-    return arguments if isinstance(arguments, str) else json.dumps(arguments)
-
-
-def cut(answer: Answer, stops: Sequence[str], ends: Iterable[str]) -> Answer:
-    """The answer up to the first stop string, that included, or up to a text that ends a turn.
-
-    Servers leave out the stop string that they met: it is put back. One that they were not told of is
-    found here.
-    """
-    text = answer.text
-    if answer.stop is not None and not text.endswith(answer.stop):
-        text += answer.stop
-    at = min((text.find(end) for end in ends if end and end in text), default=None)
-    said = text if at is None else text[:at]
-    if (found := first_stop(said, stops)) is not None:
-        start, stop = found
-        return replace(
-            answer, text=said[: start + len(stop)], finish=FinishReason.STOP_STRING, stop=stop
-        )
-    return (
-        answer if at is None else replace(answer, text=said, finish=FinishReason.STOP_TOKEN, stop=None)
-    )
-
 
 _START, _END = "<|im_start|>", "<|im_end|>"
 _BYTES_PER_TOKEN = 3

@@ -1,28 +1,49 @@
-"""The requests that are in flight to a server: found by an abort, and their deadlines held by a pause."""
+"""What engines over a server share: the requests in flight, and their deadlines, which a pause holds."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+import uuid
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Generic, TypeVar
 
 from ludus.core.failures import EngineError
+from ludus.core.generation import (
+    Completion,
+    Engine,
+    FinishReason,
+    OnTokens,
+    Sampling,
+    VersionSpan,
+)
+from ludus.core.images import not_shown
+from ludus.core.messages import MediaSpan
 
-T = TypeVar("T")
 
-
-class RequestsInFlight(Generic[T]):
-    """The requests of each session, each a task with an id, until the engine is closed."""
+class ServerEngine(Engine):
+    """An engine that asks a server: each request is a task with an id, found by its session until `close`."""
 
     def __init__(self) -> None:
-        self._tasks: dict[str | None, dict[str, asyncio.Task[T]]] = {}
+        self._tasks: dict[str | None, dict[str, asyncio.Task[Completion]]] = {}
         self._is_closed = False
 
-    async def answer(self, session: str | None, request: str, call: Coroutine[Any, Any, T]) -> T | None:
-        """The answer to a request; None where it was cancelled here (`of`). The caller's own cancellation
-        ends it, and is waited for."""
-        task = asyncio.ensure_future(call)
+    @property
+    def takes_images(self) -> bool:
+        return False
+
+    async def generate(
+        self,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        media: Sequence[MediaSpan] = (),
+        on_tokens: OnTokens | None = None,
+    ) -> Completion:
+        self._check(media)
+        request = uuid.uuid4().hex
+        task = asyncio.ensure_future(self._complete(tokens, sampling, request, session))
         self._tasks.setdefault(session, {})[request] = task
         try:
             await asyncio.wait([task])
@@ -30,28 +51,32 @@ class RequestsInFlight(Generic[T]):
             del self._tasks[session][request]
             if not self._tasks[session]:
                 del self._tasks[session]
-            if not task.done():  # the caller was cancelled
+            if not task.done():  # the caller was cancelled, which ends the request, and is waited for
                 task.cancel()
                 await asyncio.wait([task])
         if task.cancelled():
-            self.check_open()
-            return None
+            self._check()
+            return Completion([], [], FinishReason.ABORTED, (VersionSpan(0, self.policy_version),))
         return task.result()
 
-    def of(self, session: str) -> dict[str, asyncio.Task[T]]:
-        """A session's requests, by their ids."""
-        return dict(self._tasks.get(session, {}))
+    @abstractmethod
+    async def _complete(
+        self, tokens: Sequence[int], sampling: Sampling, request: str, session: str | None
+    ) -> Completion:
+        """The completion of a request with this id; a cancellation ends it on the server."""
 
-    def check_open(self) -> None:
+    def _check(self, media: Sequence[MediaSpan] = ()) -> None:
+        """Refuse requests after `close`, and those with images."""
         if self._is_closed:
             raise EngineError("the engine is closed", retriable=False)
+        if media:
+            raise not_shown(self.name)
 
-    def open(self) -> None:
-        """Take requests, again after `close`."""
-        self._is_closed = False
+    async def abort(self, session: str) -> None:
+        for task in list(self._tasks.get(session, {}).values()):
+            task.cancel()
 
-    def close(self) -> None:
-        """Cancel all of them, and refuse others."""
+    async def close(self) -> None:
         self._is_closed = True
         for task in [task for tasks in self._tasks.values() for task in tasks.values()]:
             task.cancel()
