@@ -33,9 +33,8 @@ from ludus.core import ByteTokenizer, Completion, FinishReason, Message, Samplin
 from ludus.core.generation import Engine, OnTokens
 from ludus.core.messages import ToolSpec
 from ludus.remote.threads import frozen_gc
-from ludus.rollouts.budgets import Budgets
 from ludus.rollouts.message_tree import MessageTree
-from ludus.rollouts.recorder import Recorder
+from ludus.rollouts.recorder import Budgets, Recorder
 from ludus.serve.model import CheckpointService, EpisodeService, EpisodeSession, ModelServer
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call><|im_end|>'

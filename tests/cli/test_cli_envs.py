@@ -126,7 +126,7 @@ def test_an_expert_that_never_yields_is_named_with_its_place(project: Path) -> N
 
 
 def test_a_step_that_hangs_is_named_with_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ludus.envs.checker._STEP_SECONDS", 0.5)
+    monkeypatch.setattr("ludus.rollouts.checked_instance._STEP_SECONDS", 0.5)
     line = 1 + MODULE[: MODULE.index("time.sleep(100)\n\ndef several")].count("\n")
     place = f"did not return within 0.5 s: it was at corridor.py:{line} in step then"
     words = ("check", "recipe", "corridor.toml", "agent.envs.corridor=corridor.py:Hanging")

@@ -8,7 +8,8 @@ import pytest
 from guessing import closed, echo, guess
 
 from ludus.core import ConfigError, Task
-from ludus.envs import Env, EnvPool, Step, check_env, env_name, reset_env, step_env, tools_of
+from ludus.envs import Env, EnvPool, Step, env_name, reset_env, step_env, tools_of
+from ludus.rollouts import check_env
 
 TASK = Task.of("Play.", id="t", envs={"guess": {"secret": 3}})
 

@@ -15,7 +15,7 @@ from ludus.core.chat import ChatModel, ChatOptions
 from ludus.engine import FakeEngine
 from ludus.llm import ChatError, load_chat_model
 from ludus.rewards.judges import Judge, Ruler
-from ludus.rollouts.chat import EngineChatModel
+from ludus.rollouts.recorder import EngineChatModel
 
 HELLO = [Message("system", "Be brief."), Message("user", "hello <|im_end|>")]
 

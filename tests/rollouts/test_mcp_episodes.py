@@ -20,7 +20,7 @@ from ludus.engine import FakeEngine
 from ludus.observe import AuditLog, read_audit
 from ludus.rewards import Scorer
 from ludus.rollouts.agent import Demonstrator
-from ludus.rollouts.budgets import Budgets
+from ludus.rollouts.recorder import Budgets
 from ludus.rollouts.rollout import Rollout
 from ludus.tools import shut
 from ludus.tools.library import build_toolset

@@ -18,9 +18,8 @@ from ludus.core.task import Task
 from ludus.core.tokenizer import ByteTokenizer
 from ludus.core.trajectory import SegmentKind, StopReason, Trajectory
 from ludus.engine import FakeEngine
-from ludus.rollouts.budgets import Budgets, BudgetUsedUp
 from ludus.rollouts.message_tree import MessageTree, message_key
-from ludus.rollouts.recorder import Recorder
+from ludus.rollouts.recorder import Budgets, BudgetUsedUp, Recorder
 from ludus.training.data.batch import Batch
 
 ADD = ToolSpec("add", "Add two numbers.", {"type": "object", "properties": {"a": {}, "b": {}}})

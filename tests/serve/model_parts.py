@@ -16,9 +16,8 @@ from ludus.core.tokenizer import ByteTokenizer, Tokenizer
 from ludus.core.trajectory import Trajectory
 from ludus.engine import FakeEngine
 from ludus.remote.client import HttpClient
-from ludus.rollouts.budgets import Budgets
 from ludus.rollouts.message_tree import MessageTree
-from ludus.rollouts.recorder import Recorder
+from ludus.rollouts.recorder import Budgets, Recorder
 from ludus.serve.model import CheckpointService, EpisodeService, EpisodeSession, ModelServer
 from ludus.serve.service import ServerConfig
 

@@ -21,9 +21,8 @@ from ludus.core.task import Task
 from ludus.core.tokenizer import ByteTokenizer
 from ludus.core.trajectory import Trajectory
 from ludus.engine import EmbeddedEngine, EngineConfig
-from ludus.rollouts.budgets import Budgets
 from ludus.rollouts.message_tree import MessageTree
-from ludus.rollouts.recorder import Recorder
+from ludus.rollouts.recorder import Budgets, Recorder
 from ludus.serve.model import EpisodeService, EpisodeSession, ModelServer, streams
 from ludus.serve.service import ServerConfig
 from ludus.training import fit_tokenizer

@@ -35,7 +35,7 @@ from ludus.envs import Env, EnvPool
 from ludus.observe import read_trajectories, write_trajectories
 from ludus.rewards import Scorer
 from ludus.rollouts import Budgets, Rollout
-from ludus.rollouts.chat import EngineChatModel
+from ludus.rollouts.recorder import EngineChatModel
 from ludus.rollouts.tree import leaf_weights
 from ludus.synth import provenance_of
 from ludus.synth.asking import transcript

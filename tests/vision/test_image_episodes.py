@@ -25,9 +25,8 @@ from ludus.envs import EnvPool, Observation, Step
 from ludus.observe import rollout_metrics
 from ludus.rewards import Scorer
 from ludus.rollouts import Rollout
-from ludus.rollouts.budgets import Budgets
 from ludus.rollouts.message_tree import MessageTree
-from ludus.rollouts.recorder import Recorder
+from ludus.rollouts.recorder import Budgets, Recorder
 from ludus.tools import LocalTools
 from ludus.training import Batch, load_model
 from ludus.training.config.model import ModelConfig

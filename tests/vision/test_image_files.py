@@ -32,8 +32,7 @@ from ludus.core.images import (
 from ludus.core.messages import IMAGE_MARK, Media, Message
 from ludus.core.task import Task
 from ludus.model.image_files import check_image, decode_image
-from ludus.rollouts.row_images import undecodable_images
-from ludus.rollouts.tasksets import load_tasks
+from ludus.rollouts.tasksets import load_tasks, undecodable_images
 from ludus.training.data.conversations import read_conversations
 
 

@@ -27,9 +27,8 @@ from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
 from ludus.engine import EmbeddedEngine, EngineConfig
 from ludus.model.image_files import decode_image
-from ludus.rollouts.budgets import Budgets
 from ludus.rollouts.message_tree import MessageTree
-from ludus.rollouts.recorder import Recorder
+from ludus.rollouts.recorder import Budgets, Recorder
 from ludus.serve.model import CheckpointService, EpisodeService, EpisodeSession, ModelServer
 from ludus.training import Batch, load_model
 from ludus.training.config.model import ModelConfig

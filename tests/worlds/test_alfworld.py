@@ -13,10 +13,19 @@ from world_play import play_expert
 
 from ludus.cli.main import app
 from ludus.core import ConfigError, ToolCall
-from ludus.envs import WORLDS, check_env
-from ludus.worlds.alfworld import AlfWorld, expert, game, held_out_tasks, success, training_tasks
+from ludus.envs import WORLDS
+from ludus.rollouts import check_env
+from ludus.worlds.alfworld import (
+    AlfWorld,
+    data_folder,
+    expert,
+    game,
+    held_out_tasks,
+    load_game,
+    success,
+    training_tasks,
+)
 from ludus.worlds.alfworld.game import Game, GameFile, UnknownRules, read_game
-from ludus.worlds.alfworld.tasks import data_folder, load_game
 
 has_games = pytest.mark.skipif(
     bool(WORLDS["alfworld"].missing()), reason="needs LUDUS_ALFWORLD_DATA (docs/envs/alfworld.md)"

@@ -14,7 +14,8 @@ from world_play import play_expert
 
 import ludus
 from ludus.core import ConfigError, Task, ToolCall
-from ludus.envs import WORLDS, check_env
+from ludus.envs import WORLDS
+from ludus.rollouts import check_env
 from ludus.training import load_recipe
 
 pytest.importorskip("minigrid", reason="needs ludus-rl[babyai]")
@@ -293,8 +294,8 @@ def test_what_has_no_solution_is_no_task() -> None:
 
 def test_the_explorer_does_not_look_behind_doors() -> None:
     """Moving what it cannot see changes nothing about what it does next."""
-    from ludus.worlds.babyai.exploration import Explorer
     from ludus.worlds.babyai.game import MazeGame
+    from ludus.worlds.babyai.planner import Explorer
 
     moved = 0
     for task in held_out_tasks()[3:60:6]:  # FindObjS7: the object is in one of nine rooms

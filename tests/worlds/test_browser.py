@@ -22,9 +22,9 @@ from world_play import play_expert
 from ludus.chat import Renderer, load_format
 from ludus.core import Boundary, ByteTokenizer, ConfigError, Failure, InfraError, Task
 from ludus.engine import FakeEngine
-from ludus.envs import EnvPool, check_env, reset_env
+from ludus.envs import EnvPool, reset_env
 from ludus.rewards import Scorer
-from ludus.rollouts import Budgets, Demonstrator, Rollout
+from ludus.rollouts import Budgets, Demonstrator, Rollout, check_env
 from ludus.tools import as_toolset
 from ludus.worlds.browser import (
     Browser,
@@ -36,10 +36,9 @@ from ludus.worlds.browser import (
     webarena_tasks,
 )
 from ludus.worlds.browser.accessibility import Numbers, layout_of, page_tree
-from ludus.worlds.browser.actions import ActionProblem, BrowserAction, key_combination, parse_action
 from ludus.worlds.browser.chromium import find_chromium
 from ludus.worlds.browser.gateway import Gateway, NetworkPolicy
-from ludus.worlds.browser.tab import cut
+from ludus.worlds.browser.tab import ActionProblem, BrowserAction, cut, key_combination, parse_action
 from ludus.worlds.browser.webarena import (
     PageProblem,
     evaluate,

@@ -13,10 +13,10 @@ import pytest
 from world_play import play_expert
 
 from ludus.core import ConfigError, Task
-from ludus.envs import check_env
+from ludus.rollouts import check_env
 from ludus.worlds.browser import SeenPage
-from ludus.worlds.browser.actions import parse_action
 from ludus.worlds.browser.chromium import find_chromium
+from ludus.worlds.browser.tab import parse_action
 from ludus.worlds.miniwob import MiniWob, held_out_tasks, pages, training_tasks
 from ludus.worlds.miniwob.solutions import SOLUTIONS
 

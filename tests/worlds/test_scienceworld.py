@@ -18,18 +18,22 @@ import pytest
 from world_play import play_expert
 
 from ludus.core import Boundary, ConfigError, InfraError, Task, ToolCall, ToolContext, ToolFault
-from ludus.envs import WORLDS, EnvPool, check_env, reset_env
+from ludus.envs import WORLDS, EnvPool, reset_env
+from ludus.rollouts import check_env
 from ludus.tools import LocalTools
 from ludus.worlds.scienceworld import (
+    VARIATIONS,
     ScienceWorld,
     agentgym_held_out_tasks,
     agentgym_training_tasks,
     expert,
+    gold_path,
     held_out_tasks,
+    split_of,
+    tasks,
     training_tasks,
 )
 from ludus.worlds.scienceworld.simulator import JAVA_OPTIONS, SEED, Simulator, seed_of
-from ludus.worlds.scienceworld.tasks import VARIATIONS, gold_path, split_of, tasks
 
 needs_java = [
     pytest.mark.worlds,

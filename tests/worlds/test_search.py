@@ -16,10 +16,10 @@ pytest.importorskip("bm25s", reason="needs ludus-rl[search]")
 from ludus.chat import Renderer, load_format
 from ludus.core import ByteTokenizer, ConfigError, StopReason, ToolCall
 from ludus.engine import FakeEngine
-from ludus.envs import EnvPool, check_env
+from ludus.envs import EnvPool
 from ludus.rewards import Scorer
 from ludus.rewards.text_rewards import f1
-from ludus.rollouts import Demonstrator, RetrieveThenAnswer, Rollout
+from ludus.rollouts import Demonstrator, RetrieveThenAnswer, Rollout, check_env
 from ludus.tools import as_toolset, tool
 from ludus.worlds.search import (
     Search,

@@ -22,8 +22,7 @@ from ludus.sandbox import SandboxError, Session, SessionLost, close_shared_sandb
 from ludus.tools import LocalTools
 from ludus.worlds.swe import SWE, expert, held_out_tasks, instance_tasks, training_tasks
 from ludus.worlds.swe.instances import PytestTests, load_instance, without_protected
-from ludus.worlds.swe.repository import HELD_OUT, parse_repository, repositories
-from ludus.worlds.swe.scoring import BadTree, unpacked
+from ludus.worlds.swe.repository import HELD_OUT, BadTree, parse_repository, repositories, unpacked
 
 ALL = [*training_tasks(), *held_out_tasks()]
 BUG = {"repository": "intervals", "bug": "touching"}

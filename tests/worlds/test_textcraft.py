@@ -6,7 +6,8 @@ import pytest
 from world_play import play_expert
 
 from ludus.core import Task, ToolContext
-from ludus.envs import WORLDS, check_env
+from ludus.envs import WORLDS
+from ludus.rollouts import check_env
 from ludus.tools import LocalTools
 
 pytest.importorskip("minecraft_data", reason="needs ludus-rl[textcraft]")

@@ -16,7 +16,8 @@ pytest.importorskip("bm25s", reason="needs ludus-rl[webshop]")
 pytest.importorskip("rapidfuzz", reason="needs ludus-rl[webshop]")
 
 from ludus.core import ConfigError, Task, ToolCall, ToolContext
-from ludus.envs import WORLDS, check_env
+from ludus.envs import WORLDS
+from ludus.rollouts import check_env
 from ludus.tools import LocalTools
 from ludus.worlds.webshop import (
     WebShop,
@@ -30,7 +31,7 @@ from ludus.worlds.webshop import (
     training_tasks,
 )
 from ludus.worlds.webshop.catalog import Goal, Product, load_catalog
-from ludus.worlds.webshop.score import nouns_of, score, similarity, title_score
+from ludus.worlds.webshop.shop import nouns_of, score, similarity, title_score
 
 DATA = os.environ.get("LUDUS_WEBSHOP_DATA")
 KINDS = ["teapot", "lantern", "backpack", "hammock", "notebook", "kettle"]

@@ -26,7 +26,7 @@ from ludus.engine import FakeEngine
 from ludus.llm import is_address, load_chat_model
 from ludus.observe import Progress, RunFolder, RunWriter, printable
 from ludus.rollouts.agent import Expert
-from ludus.rollouts.chat import EngineChatModel
+from ludus.rollouts.recorder import EngineChatModel
 from ludus.sandbox import close_shared_sandboxes
 from ludus.synth import (
     Cost,

@@ -1,8 +1,8 @@
 """Asking a language model for text: what judges, rubrics, synthesis and simulated users need of one.
 
 A `ChatModel` is any model that answers messages: behind an OpenAI-compatible address (`ludus.llm`), or the
-embedded engine and with it the policy itself (`ludus.rollouts.chat`). What is asked here is never trained on,
-so it is text in and text out; episodes, whose tokens are trained on, go through `Engine`.
+embedded engine and with it the policy itself (`EngineChatModel`). What is asked here is never trained on, so it
+is text in and text out; episodes, whose tokens are trained on, go through `Engine`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Environments: state with a life cycle, held by one episode at a time and handed out by a pool."""
 
-from ludus.envs.checker import EnvFinding, Severity, check_env
 from ludus.envs.env import (
     Env,
     Observation,
@@ -23,7 +22,6 @@ __all__ = [
     "WORLDS",
     "Env",
     "EnvAccess",
-    "EnvFinding",
     "EnvPool",
     "EnvTools",
     "Lease",
@@ -32,13 +30,11 @@ __all__ = [
     "PoolStats",
     "RemoteEnv",
     "RemoteEnvs",
-    "Severity",
     "Step",
     "World",
     "as_observation",
     "as_step",
     "call_env",
-    "check_env",
     "env_name",
     "load_env",
     "own_tools",

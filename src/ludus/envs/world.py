@@ -11,8 +11,10 @@ What has to be installed for one (`missing`) is known without importing it.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
+import json
 import os
 import re
 import shutil
@@ -22,9 +24,10 @@ from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
+from urllib.parse import parse_qsl
 
-from ludus.core.failures import ConfigError, install_command
-from ludus.core.messages import ToolCall, ToolSet
+from ludus.core.failures import ConfigError, MissingExtraError, install_command
+from ludus.core.messages import Json, ToolCall, ToolSet
 from ludus.core.registry import Registry, load_reference
 from ludus.core.task import Task
 from ludus.envs.env import Env
@@ -270,3 +273,43 @@ def adapted_tasks(reference: str) -> list[Task] | None:
             f"{adapter.name} has no sets of tasks; name a file or a function (tasks.train)"
         )
     return adapter.tasks(what)
+
+
+# References of adapters
+
+SIZES = {"train": 2000, "held_out": 200}
+"""How many tasks a split has when the reference does not say it."""
+
+
+def parse_reference(reference: str) -> tuple[str, str, Json]:
+    """`name@split?size=100&word=text`: name, split and options; numbers and JSON are read as such."""
+    named, _, query = reference.partition("?")
+    name, _, split = named.partition("@")
+    if not name or split not in ("", *SIZES):
+        raise ConfigError(
+            f"{reference!r} is written NAME@SPLIT?option=value, where SPLIT is {' or '.join(SIZES)}"
+        )
+    return name, split or "train", parse_options(query)
+
+
+def parse_options(query: str) -> Json:
+    """The options of a reference, each JSON or else text."""
+
+    def value(text: str) -> Any:
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+
+    return {key: value(text) for key, text in parse_qsl(query)}
+
+
+def imported(module: str, extra: str, purpose: str) -> Any:
+    """A module of a package that an extra brings."""
+    package = module.partition(".")[0]
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and error.name.partition(".")[0] == package:
+            raise MissingExtraError(package, extra, purpose) from error
+        raise

@@ -1,8 +1,9 @@
 """Rollouts: episodes, agents and groups."""
 
 from ludus.rollouts.agent import Agent, Demonstrator, Expert, RetrieveThenAnswer
-from ludus.rollouts.budgets import Budgets
+from ludus.rollouts.env_contract import Clause, EnvContract, Verdict, check_env
 from ludus.rollouts.episode import Episode, EpisodeOver, Turn
+from ludus.rollouts.recorder import Budgets
 from ludus.rollouts.rollout import Rollout
 from ludus.rollouts.tasksets import load_tasks
 from ludus.rollouts.tool_calls import StepRewards
@@ -10,7 +11,9 @@ from ludus.rollouts.tool_calls import StepRewards
 __all__ = [
     "Agent",
     "Budgets",
+    "Clause",
     "Demonstrator",
+    "EnvContract",
     "Episode",
     "EpisodeOver",
     "Expert",
@@ -18,5 +21,7 @@ __all__ = [
     "Rollout",
     "StepRewards",
     "Turn",
+    "Verdict",
+    "check_env",
     "load_tasks",
 ]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
+import random
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,10 +13,15 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from ludus.core.messages import ToolCall, ToolContext, ToolSet, ToolSpec
+from ludus.core.failures import LudusError
+from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSet, ToolSpec
 from ludus.core.task import Task
-from ludus.envs import EnvTools, call_env, reset_env, tools_of
+from ludus.core.user_code import error_with_location
+from ludus.envs import EnvTools, as_step, call_env, reset_env, takes_text, tools_of
 from ludus.envs.isolated import IsolatedEnv
+from ludus.envs.tools import StepTool
+from ludus.remote.threads import DeadlineExceeded
+from ludus.rollouts.agent import random_call
 from ludus.tools import example_of
 
 BAD_TEXTS = {
@@ -28,10 +35,23 @@ BAD_TEXTS = {
 }
 """Arguments that a model may come up with."""
 
+_SECONDS = 45.0
+"""How long resetting an instance may take at the first look."""
+_STEP_SECONDS = 20.0
+"""How long an action may take there. A run has more patience (`step_timeout`), a person has less."""
 _LEAK_MB = 16.0
 """Growth over the second half of the episodes that an allocator may have by chance."""
 
 _count = count()
+
+
+Action = str | ToolCall
+Story = list[tuple[Any, ...]]
+"""The first observation, then for each call its name, arguments, content, reward, ending and fault."""
+
+
+class Broken(Exception):
+    """A clause does not hold; the text says why."""
 
 
 class CheckedInstance:
@@ -45,16 +65,76 @@ class CheckedInstance:
     async def start(self, task: Task) -> tuple[Any, ToolSet, ToolContext, Sequence[ToolSpec]]:
         """What a reset shows, and what the agent has from then on."""
         tools = self._own_tools
-        if tools is not None:
-            await self.close()
-            seen, context = None, ToolContext(f"check {next(_count)}", task)
-            await tools.open(context)
-            self._open = context
+        if tools is None:
+            return await reset_env(self.env, task, self.name), *await self.offered(task)
+        await self.close()
+        self._open = context = ToolContext(f"check {next(_count)}", task)
+        await tools.open(context)
+        return None, tools, context, await tools.list(context)
+
+    async def offered(self, task: Task) -> tuple[ToolSet, ToolContext, Sequence[ToolSpec]]:
+        """The tools of the environment, after its reset."""
+        tools = EnvTools(self.env, await tools_of(self.env, self.name))
+        context = ToolContext("check", task, {self.name: self.env})
+        return tools, context, await tools.list(context)
+
+    async def reset(self, task: Task) -> None:
+        """A reset at the first look, which says where it hangs."""
+        try:
+            await reset_env(self.env, task, self.name, timeout=_SECONDS)
+        except TimeoutError as error:
+            raise Broken(f"reset {_late(error, _SECONDS)}") from error
+
+    async def offered_actions(self, specs: Sequence[ToolSpec]) -> list[Action]:
+        """The first of `available_actions()`; or tools without arguments; or calls that schemas allow."""
+        has_step = takes_text(self.env)
+        texts = await call_env(self.env.available_actions, timeout=_SECONDS)
+        if texts and has_step:
+            return [str(texts[0])]
+        if ready := [ToolCall(spec.name) for spec in specs if not spec.parameters.get("required")]:
+            return list(ready)
+        tools = [spec for spec in specs if not (has_step and spec.name == StepTool.name)]
+        calls = [ToolCall(spec.name, example_of(spec.parameters, 0)) for spec in tools]
+        return [*calls, *(["look"] if has_step else [])]
+
+    async def act(self, action: Action, tools: ToolSet, context: ToolContext) -> ToolResult:
+        """An action at the first look: a text for `step` itself, or a call."""
+        what = f"step({action!r})" if isinstance(action, str) else f"the tool {action.name!r}"
+        try:
+            if isinstance(action, str):
+                step = await call_env(self.env.step, action, timeout=_STEP_SECONDS)
+                return as_step(step).as_result()
+            async with asyncio.timeout(_STEP_SECONDS):
+                return await tools.call(action, context)
+        except TimeoutError as error:
+            raise Broken(f"{what} {_late(error, _STEP_SECONDS)}") from error
+        except Exception as error:
+            told = str(error) if isinstance(error, LudusError) else error_with_location(error)
+            raise Broken(f"{what} failed: {told:.600}; return a Step, or raise ToolFault") from error
+
+    async def walk(
+        self, task: Task, actions: Sequence[Action] | None, turns: int, *, starts: bool = True
+    ) -> Story:
+        """What was seen in an episode: of the given actions, or of random ones, the same each time."""
+        seen: Any = None
+        if starts:
+            seen, tools, context, specs = await self.start(task)
         else:
-            seen = await reset_env(self.env, task, self.name)
-            tools = EnvTools(self.env, await tools_of(self.env, self.name))
-            context = ToolContext("check", task, {self.name: self.env})
-        return seen, tools, context, await tools.list(context)
+            tools, context, specs = await self.offered(task)
+        story: Story = [(seen,)]
+        draw = random.Random(task.id)
+        for number in range(len(actions) if actions is not None else turns if specs else 0):
+            if actions is None:
+                call = await random_call(self.env, specs, draw)
+            else:
+                action = actions[number]
+                call = ToolCall("step", {"action": action}) if isinstance(action, str) else action
+            result = await tools.call(call, context)
+            seen = result.content, result.reward, result.terminated, result.fault
+            story.append((call.name, call.arguments, *seen))
+            if result.terminated:
+                break
+        return story
 
     async def close(self) -> None:
         """Closing twice does no harm."""
@@ -62,6 +142,14 @@ class CheckedInstance:
             await call_env(self.env.close)
         elif self._open is not None:
             await self._own_tools.close(self._open)
+
+
+def _late(error: TimeoutError, seconds: float) -> str:
+    where = (
+        f": it was at {error.place} then" if isinstance(error, DeadlineExceeded) and error.place else ""
+    )
+    how = "let it end; a run waits as long as agent.pools.NAME says (step_timeout, reset_timeout)"
+    return f"did not return within {seconds:g} s{where}; {how}"
 
 
 def bad_calls(specs: Sequence[ToolSpec]) -> list[tuple[str, ToolCall]]:
@@ -119,3 +207,16 @@ class ResourceUsage:
             or self.files - other.files > few
             or self.threads - other.threads > few
         )
+
+
+def shared_state(one: Any, other: Any) -> list[str]:
+    """Attributes in which two instances hold the same list, dict or set, which an episode may change."""
+
+    def held(env: Any, name: str) -> Any:
+        value = vars(env).get(name, vars(type(env)).get(name))
+        return value if isinstance(value, (list, dict, set, bytearray)) else None
+
+    names = [name for name in dict.fromkeys([*vars(one), *vars(type(one))]) if not name.startswith("__")]
+    return [
+        name for name in names if (found := held(one, name)) is not None and held(other, name) is found
+    ]

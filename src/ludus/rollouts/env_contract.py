@@ -2,7 +2,7 @@
 
 Instances are made as a run makes them (`EnvPool`: own thread or process included). A clause that raises, hangs
 or finds a difference has failed; the others are tried all the same. Tools without an environment are held to
-the same contract: there, an instance is what an episode has of them, such as a sandbox session.
+the contract too: there, an instance is what an episode has of them, such as a sandbox session.
 """
 
 from __future__ import annotations
@@ -13,24 +13,34 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Any
 
 from ludus.chat.formats import load_format
 from ludus.chat.renderer import Renderer
-from ludus.core.failures import ConfigError, Fault, LudusError
+from ludus.core.failures import CannotFork, ConfigError, Fault, LudusError
 from ludus.core.messages import ToolCall, ToolContext, ToolSet
 from ludus.core.task import Task, spread
 from ludus.core.tokenizer import ByteTokenizer
 from ludus.core.trajectory import Trajectory, is_success
 from ludus.core.user_code import error_with_location
 from ludus.engine import FakeEngine
-from ludus.envs import EnvPool
+from ludus.envs import Env, EnvPool, call_env
 from ludus.envs.world import ExpertMoves, next_move
 from ludus.remote.threads import DeadlineExceeded, run_sync
 from ludus.rewards import Scorer
 from ludus.rollouts.agent import Agent, Demonstrator, Expert, RandomAgent, random_call
-from ludus.rollouts.budgets import Budgets
-from ludus.rollouts.checked_instance import BAD_TEXTS, CheckedInstance, ResourceUsage, bad_calls
+from ludus.rollouts.checked_instance import (
+    BAD_TEXTS,
+    Action,
+    Broken,
+    CheckedInstance,
+    ResourceUsage,
+    Story,
+    bad_calls,
+    shared_state,
+)
+from ludus.rollouts.recorder import Budgets
 from ludus.rollouts.rollout import Rollout
 from ludus.tools import as_toolset
 
@@ -40,22 +50,47 @@ _FIX = "answer it with text, or raise ToolFault, which says what the model did w
 _LEAST_GOLD = 0.95
 """The share of tasks that a demonstrator has to solve."""
 
-Story = list[tuple[Any, ...]]
-"""An episode: the first observation, then for each call its name, content, reward, ending and fault."""
+
+LOOK = ("interface", "isolation", "snapshot")
+"""What is looked at first, on an environment alone: where it is broken, all other clauses are."""
+CONTRACT = (
+    "determinism",
+    "reset after done",
+    "bad actions",
+    "action after done",
+    "close twice",
+    "concurrent instances",
+    "leaks",
+    "gold solution",
+    "random policy",
+)
+
+
+class Verdict(StrEnum):
+    """Broken clauses break episodes; a warning makes them worse than they could be."""
+
+    OK = "ok"
+    FAILED = "failed"
+    WARNING = "warning"
+    INFO = "info"
+    """A number, which is neither kept nor broken."""
+    SKIPPED = "skipped"
 
 
 @dataclass(frozen=True, slots=True)
 class Clause:
-    """One clause of the contract. `ok` is None for what is neither kept nor broken: a number, or not tried."""
+    """One clause of the contract, and what came of it or is to be done about it."""
 
     name: str
-    ok: bool | None
+    verdict: Verdict
     text: str
-    was_tried: bool = True
 
+    @property
+    def ok(self) -> bool | None:
+        return {Verdict.OK: True, Verdict.FAILED: False}.get(self.verdict)
 
-class _Broken(Exception):
-    """A clause does not hold; the text says why."""
+    def __str__(self) -> str:
+        return f"{self.verdict}: {self.name}: {self.text}"
 
 
 class _NotTried(Exception):
@@ -68,7 +103,10 @@ class EnvContract:
 
     factory: Callable[[], Any] | None
     tasks: Sequence[Task]
+    """Without any, it is reset with an empty one, which many cannot begin with."""
     name: str = "env"
+    actions: Sequence[Action] | None = None
+    """What is done in an episode; when left out, first what is offered, and else what a random policy does."""
     expert: Expert | None = None
     rewards: Sequence[Any] = ()
     """With none, the environment pays."""
@@ -88,21 +126,28 @@ class EnvContract:
     pool: EnvPool | None = field(init=False, default=None)
     _stuck: str = field(init=False, default="")
     """The error of an expert that does not return, once known: no further clause waits for it."""
+    _warnings: list[Clause] = field(init=False, default_factory=list)
+    _has_tasks: bool = field(init=False, default=True)
 
     def __post_init__(self) -> None:
         if self.factory is not None:
             self.pool = EnvPool(self.factory, name=self.name, size=max(self.instances, 4))
         elif self.tools is None:
             raise ConfigError(f"{self.name!r} has neither an environment nor tools")
+        if not self.tasks:
+            self.tasks, self._has_tasks = [Task.of("check", id="check")], False
         # tasks may have other environments too, which are not checked here
         self.tasks = [
             replace(task, envs={self.name: task.envs.get(self.name) or {}}) if task.envs else task
             for task in self.tasks
         ]
 
-    async def clauses(self) -> AsyncIterator[Clause]:
-        """Try one after another."""
-        tried: dict[str, Callable[[], Awaitable[str]]] = {
+    async def clauses(self, names: Sequence[str] = CONTRACT) -> AsyncIterator[Clause]:
+        """Try one after another; after a look that finds it broken, no more."""
+        known: dict[str, Callable[[], Awaitable[str]]] = {
+            "interface": self._interface,
+            "isolation": self._isolation,
+            "snapshot": self._snapshot,
             "determinism": self._determinism,
             "reset after done": self._reset_after_done,
             "bad actions": self._bad_actions,
@@ -110,13 +155,19 @@ class EnvContract:
             "close twice": self._close_twice,
             "concurrent instances": self._concurrent,
             "leaks": self._leaks,
+            "gold solution": self._gold,
+            "random policy": self._random,
         }
-        if self.expert is not None:
-            tried["gold solution"] = self._gold
+        without = () if self.expert is not None else ("gold solution",)
         try:
-            for name, clause in tried.items():
-                yield await self._tried(name, clause)
-            yield await self._tried("random policy", self._random, is_number=True)
+            for name in (one for one in names if one not in without):
+                found = await self._tried(name, known[name])
+                yield found
+                warnings, self._warnings = self._warnings, []
+                for warning in warnings:
+                    yield warning
+                if name == "interface" and not found.ok:
+                    return
         finally:
             if self.pool is not None:
                 await self.pool.close()
@@ -133,40 +184,132 @@ class EnvContract:
         finally:
             await one.close()
 
-    async def _tried(
-        self, name: str, clause: Callable[[], Awaitable[str]], is_number: bool = False
-    ) -> Clause:
+    async def _tried(self, name: str, clause: Callable[[], Awaitable[str]]) -> Clause:
         try:
             async with asyncio.timeout(self.seconds) as deadline:
-                return Clause(name, None if is_number else True, await clause())
-        except _Broken as broken:
-            return Clause(name, False, str(broken))
+                text = await clause()
+                return Clause(name, Verdict.INFO if name == "random policy" else Verdict.OK, text)
         except _NotTried as why:
-            return Clause(name, None, str(why), was_tried=False)
+            return Clause(name, Verdict.SKIPPED, str(why))
         except TimeoutError:
             if not deadline.expired():
                 raise
-            return Clause(name, False, f"it did not end within {self.seconds:g} seconds")
-        except LudusError as error:
-            return Clause(name, False, str(error))
+            problem = f"it did not end within {self.seconds:g} seconds"
+        except (Broken, LudusError) as error:
+            problem = str(error)
         except Exception as error:  # noqa: BLE001 - user code
-            return Clause(name, False, error_with_location(error))
+            problem = error_with_location(error)
+        return Clause(name, Verdict.FAILED, problem)
+
+    def _warn(self, name: str, problem: str) -> None:
+        self._warnings.append(Clause(name, Verdict.WARNING, problem))
+
+    # A look at one instance
+
+    async def _interface(self) -> str:
+        """It can be made and reset, its tools say what they do, and what it offers can be done."""
+        task = self.tasks[0]
+        async with self._instance() as one:
+            try:
+                await one.reset(task)
+            except Exception as error:
+                if self._has_tasks:
+                    raise
+                told = (
+                    str(error) if isinstance(error, LudusError | Broken) else error_with_location(error)
+                )
+                raise Broken(  # more likely than a mistake in reset
+                    f"it cannot be reset with an empty task: {told}; give tasks of its own: "
+                    "--tasks FILE.jsonl, or --tasks module:function"
+                ) from error
+            tools, context, specs = await one.offered(task)
+            for spec in specs:
+                named = f"the tool {spec.name!r}"
+                if not spec.description:
+                    self._warn("interface", f"{named} has no description; write a docstring for it")
+                for parameter, schema in spec.parameters.get("properties", {}).items():
+                    if not schema.get("description"):
+                        fix = "describe it in the docstring, under Args"
+                        told = f"the parameter {parameter!r} of {named} has no description; {fix}"
+                        self._warn("interface", told)
+            actions = await one.offered_actions(specs) if self.actions is None else self.actions
+            if not actions and self.actions is None:
+                fix = "mark methods with @tool, or write step"
+                self._warn("interface", f"it offers nothing to do; {fix}")
+            for action in actions:
+                result = await one.act(action, tools, context)
+                if result.fault is not None and self.actions is not None:
+                    told = f"{action} was answered with the fault {result.fault}: {result.content[:200]}"
+                    self._warn("interface", f"{told}; if it should have worked, correct the tool")
+                if result.terminated:
+                    break
+        return f"{len(specs)} tools and {len(actions)} actions"
+
+    async def _isolation(self) -> str:
+        """A second instance is another object, and shares nothing that an episode could change."""
+        async with self._instance() as one, self._instance() as other:
+            if one.env is other.env:
+                raise Broken("the factory returned the same object twice; make a new one at each call")
+            for instance in (one, other):
+                await instance.start(self.tasks[0])
+            for name in shared_state(one.env, other.env):
+                told = f"two instances share the object in {name!r}"
+                fix = "make it in __init__ or in reset, unless it is never changed"
+                self._warn("isolation", f"{told}; {fix}")
+        return "each instance has its own state"
+
+    async def _snapshot(self) -> str:
+        """After `restore`, all goes on as after `snapshot`."""
+        async with self._instance() as one:
+            kind, task = (
+                one.env.__class__,
+                self.tasks[0],
+            )  # a stand-in names the class that it stands for
+            own = [getattr(kind, name, None) for name in ("snapshot", "restore")]
+            given = [found not in (None, Env.snapshot, Env.restore) for found in own]
+            if not any(given):
+                return "it has none"
+            if not all(given):
+                raise Broken("only one of snapshot and restore is there; write both, or none")
+            await one.start(task)
+            try:
+                saved = await call_env(one.env.snapshot)
+            except CannotFork:
+                return "it has none"  # a state that cannot be copied: branches are replayed then
+            first = await one.walk(task, self.actions, self.max_turns, starts=False)
+            await one.start(task)
+            await call_env(one.env.restore, saved)
+            if await one.walk(task, self.actions, self.max_turns, starts=False) != first:
+                raise Broken(
+                    "after restore, the same actions led to something else; copy the state in snapshot "
+                    "(copy.deepcopy) and set all of it in restore"
+                )
+        return "the same again after restore"
+
+    # The contract
 
     async def _determinism(self) -> str:
         actions = 0
         for task in spread(self.tasks, self.sample):
             async with self._instance() as one, self._instance() as other:
-                first = await self._walk(one, task)
-                _compare(first, await self._walk(other, task), task, "in a second instance")
+                first = await one.walk(task, self.actions, self.max_turns)
+                _compare(
+                    first,
+                    await other.walk(task, self.actions, self.max_turns),
+                    task,
+                    "in a second instance",
+                )
             actions += len(first) - 1
         return f"{self._counted} and {actions} actions, the same in two instances"
 
     async def _reset_after_done(self) -> str:
         async with self._instance() as env:
             for task in spread(self.tasks, self.sample):
-                first = await self._walk(env, task)
+                first = await env.walk(task, self.actions, self.max_turns)
                 await self._solve(env, task)  # leave as much behind as can be
-                _compare(first, await self._walk(env, task), task, "after a reset")
+                _compare(
+                    first, await env.walk(task, self.actions, self.max_turns), task, "after a reset"
+                )
         return f"{self._counted}, the same again after an episode and a reset"
 
     async def _bad_actions(self) -> str:
@@ -180,14 +323,14 @@ class EnvContract:
                         result = await tools.call(call, context)
                 except Exception as error:
                     found = error_with_location(error)
-                    raise _Broken(f"{call.name!r} with {what}: {found}; {_FIX}") from error
+                    raise Broken(f"{call.name!r} with {what}: {found}; {_FIX}") from error
                 is_accident = result.fault is Fault.TOOL_RAISED and self.pool is not None
                 if is_accident and _EXCEPTION.match(result.content):
-                    raise _Broken(f"{call.name!r} with {what} raised {result.content:.200}; {_FIX}")
+                    raise Broken(f"{call.name!r} with {what} raised {result.content:.200}; {_FIX}")
                 tried += 1
                 if result.terminated:
                     _, tools, context, specs = await env.start(self.tasks[0])
-            await self._walk(env, self.tasks[0])
+            await env.walk(self.tasks[0], self.actions, self.max_turns)
         return f"{tried} calls ({', '.join(BAD_TEXTS)}; no, wrong and unknown arguments), each answered"
 
     async def _action_after_done(self) -> str:
@@ -200,17 +343,17 @@ class EnvContract:
                 again = await tools.call(call, context)
                 shown = f"{call.name!r} after the end was answered by {again.content[:60]!r}"
                 if again.reward:
-                    raise _Broken(
+                    raise Broken(
                         f"{shown} and the reward {again.reward:g}; an ended episode pays no more"
                     )
                 if not again.terminated and again.fault is None:
-                    raise _Broken(f"{shown}, as if it went on; say that it is over (terminated=True)")
+                    raise Broken(f"{shown}, as if it went on; say that it is over (terminated=True)")
                 return shown
         raise _NotTried("not tried, because no episode ended by itself within its turns")
 
     async def _close_twice(self) -> str:
         async with self._instance() as env:
-            await self._walk(env, self.tasks[0])
+            await env.walk(self.tasks[0], self.actions, self.max_turns)
             await env.close()
             await env.close()
         return "nothing raised"
@@ -221,11 +364,11 @@ class EnvContract:
         alone = {}
         async with self._instance() as env:
             for task in some:
-                alone[task.id] = await self._walk(env, task)
+                alone[task.id] = await env.walk(task, self.actions, self.max_turns)
 
         async def one(task: Task) -> tuple[Task, Story]:
             async with self._instance() as env:
-                return task, await self._walk(env, task)
+                return task, await env.walk(task, self.actions, self.max_turns)
 
         for task, story in await asyncio.gather(*map(one, tasks)):
             _compare(alone[task.id], story, task, f"with {self.instances} instances at once")
@@ -238,22 +381,22 @@ class EnvContract:
             for number in range(self.episodes):
                 if number == self.episodes // 2:
                     before = ResourceUsage.of(env.env)
-                await self._walk(env, some[number % len(some)])
+                await env.walk(some[number % len(some)], self.actions, self.max_turns)
             after = ResourceUsage.of(env.env)
         grown = f"in {self.episodes - self.episodes // 2} of {self.episodes} episodes: {after - before}"
         if after.leaks_since(before, self.episodes):
-            raise _Broken(grown)
+            raise Broken(grown)
         return grown
 
     async def _gold(self) -> str:
         assert self.expert is not None
         if self._stuck:
-            raise _Broken(self._stuck)
+            raise Broken(self._stuck)
         # budgets are for the model; an expert may waste turns, but not for ever
         played = await self._play(Demonstrator(self.expert), max_turns=10 * self.max_turns)
         lost = [f"{t.task.id}: {t.failure}" for t in played if t.failure is not None]
         if lost:
-            raise _Broken(lost[0])
+            raise Broken(lost[0])
         solved = sum(map(is_success, played))
         longest = max(t.turns for t in played)
         text = f"the expert succeeds on {solved} of {len(played)} tasks, in at most {longest} turns"
@@ -262,7 +405,7 @@ class EnvContract:
             text += f"; on {wrong.task.id!r} it gets {wrong.reward} after {wrong.turns} turns"
             if not (self.rewards or any(t.reward for t in played)):
                 text += "; no step paid anything, and no rewards were given (--reward module:function)"
-            raise _Broken(text)
+            raise Broken(text)
         return text
 
     async def _random(self) -> str:
@@ -286,28 +429,6 @@ class EnvContract:
         )
         tasks = spread(self.tasks, self.gold)
         return [group.trajectories[0] async for group in playing.groups(tasks, seed=0)]
-
-    async def _walk(self, env: CheckedInstance, task: Task) -> Story:
-        """A random episode, the same each time; what was seen."""
-        seen, tools, context, specs = await env.start(task)
-        story: Story = [(seen,)]
-        draw = random.Random(task.id)
-        for _ in range(self.max_turns if specs else 0):
-            call = await random_call(env.env, specs, draw)
-            result = await tools.call(call, context)
-            story.append(
-                (
-                    call.name,
-                    call.arguments,
-                    result.content,
-                    result.reward,
-                    result.terminated,
-                    result.fault,
-                )
-            )
-            if result.terminated:
-                break
-        return story
 
     async def _solve(
         self, env: CheckedInstance, task: Task
@@ -333,13 +454,13 @@ class EnvContract:
     async def _expert_move(self, script: ExpertMoves, seen: str) -> ToolCall | str | None:
         """What the expert does next, in a thread: it may think for seconds, but not for ever."""
         if self._stuck:
-            raise _Broken(self._stuck)
+            raise Broken(self._stuck)
         try:
             return await run_sync(next_move, script, seen, timeout=self.seconds / 2)
         except DeadlineExceeded as late:
             where = f": it was at {late.place} then" if late.place else ""
             self._stuck = f"the expert yielded nothing within {self.seconds / 2:g} seconds{where}"
-            raise _Broken(self._stuck) from late
+            raise Broken(self._stuck) from late
 
     @property
     def _counted(self) -> str:
@@ -351,9 +472,36 @@ def _compare(expected: Story, found: Story, task: Task, where: str) -> None:
     for number, (one, other) in enumerate(zip(expected, found, strict=False)):
         if one != other:
             what = "the first observation" if number == 0 else f"action {number} ({one[0]} {one[1]})"
-            raise _Broken(
+            raise Broken(
                 f"task {task.id!r}: {what} led to something else {where}: {one[-4:]!r:.300} against "
                 f"{other[-4:]!r:.300}; reset all of the state, and draw random numbers from the task"
             )
     if len(expected) != len(found):
-        raise _Broken(f"task {task.id!r}: {len(expected)} against {len(found)} observations {where}")
+        raise Broken(f"task {task.id!r}: {len(expected)} against {len(found)} observations {where}")
+
+
+async def check_env(
+    factory: Callable[[], Any],
+    task: Task | None,
+    actions: Sequence[Action] | None = None,
+    *,
+    name: str = "env",
+) -> list[Clause]:
+    """What is broken or worth a warning in one episode of an environment; an empty list means nothing.
+
+    `actions` are texts for `step`, or tool calls. Without them, what the environment offers is done. Without a
+    task (None) it is reset with an empty one, which many cannot begin with: that is said then.
+    """
+    tasks = [] if task is None else [task]
+    contract = EnvContract(factory, tasks, name, actions, max_turns=_FEW_TURNS)
+    found = [one async for one in contract.clauses((*LOOK, *_COMPARED, "close twice"))]
+    return [
+        replace(one, verdict=Verdict.WARNING) if one.name in _COMPARED and one.ok is False else one
+        for one in found
+        if one.ok is False or one.verdict is Verdict.WARNING
+    ]
+
+
+_COMPARED = ("determinism", "reset after done")
+"""Where these are broken, attempts compare badly, but episodes can be played."""
+_FEW_TURNS = 3

@@ -31,9 +31,8 @@ from ludus.core.trajectory import (
 from ludus.envs.world import ExpertMoves
 from ludus.remote.threads import run_sync
 from ludus.rollouts.branching import EpisodeRecord, check_results
-from ludus.rollouts.budgets import BudgetUsedUp
 from ludus.rollouts.message_tree import MessageTree
-from ludus.rollouts.recorder import Recorder, Sampled, expert_move, written_action
+from ludus.rollouts.recorder import BudgetUsedUp, Recorder, Sampled, expert_move, written_action
 from ludus.rollouts.tool_calls import StepRewards, ToolCalls
 
 log = logging.getLogger(__name__)

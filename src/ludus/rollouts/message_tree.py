@@ -32,8 +32,8 @@ from ludus.core.random import key
 from ludus.core.tokenizer import ImageTokens
 from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequence, Trajectory
 from ludus.remote.threads import run_sync
-from ludus.rollouts.budgets import BudgetUsedUp
 from ludus.rollouts.recorder import (
+    BudgetUsedUp,
     Position,
     Recorder,
     Sampled,

@@ -1,13 +1,11 @@
-"""The recorder: samples actions for one episode, and keeps exactly what the model read and sampled.
+"""The recorder: samples actions for one episode within its budgets, and keeps exactly what the model read.
 
     context   all tokens and images up to a place, and what is appended there: the engine is given nothing else
     sample    an action after a context, within the budgets; timed, with queues apart
     append    segments at a place. What leaves an earlier line becomes a sequence of its own, with a `parent`
 
-Both `Episode` (one line of messages) and `MessageTree` (whole conversations, several at once) are views of it.
-
-A sequence is the tokens of a conversation in segments; `TokenSequence.parent` says which place of another one
-it goes on from. What two contexts share is kept once.
+`Episode` (one line of messages) and `MessageTree` (whole conversations, several at once) are views of it.
+`EngineChatModel` asks the engine without a record: it is never trained on.
 """
 
 from __future__ import annotations
@@ -15,18 +13,92 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import Field
 
 from ludus.chat.renderer import Renderer
+from ludus.core.chat import ChatModel, ChatOptions, ChatReply, policy_model
+from ludus.core.config import Config
+from ludus.core.failures import EngineError, LudusError
 from ludus.core.generation import Completion, Engine, FinishReason, OnTokens, Sampling
-from ludus.core.messages import MediaSpan, ToolCall
-from ludus.core.trajectory import Segment, SegmentKind, TokenSequence, Trajectory, media_spans, spans_of
+from ludus.core.images import ImageError
+from ludus.core.messages import MediaSpan, Message, ToolCall
+from ludus.core.random import key
+from ludus.core.trajectory import (
+    Segment,
+    SegmentKind,
+    StopReason,
+    TokenSequence,
+    Trajectory,
+    media_spans,
+    spans_of,
+)
 from ludus.envs.world import ExpertMoves, next_move
+from ludus.llm import ChatError
 from ludus.remote.threads import run_sync
 from ludus.remote.time_limit import current_limit, queueing, recorded_wait, under_limit
-from ludus.rollouts.budgets import Budgets
+
+
+class BudgetUsedUp(LudusError):
+    """The episode has no turns or tokens left for another action; `stop` is the reason for its end."""
+
+    def __init__(self, message: str, stop: StopReason) -> None:
+        super().__init__(message)
+        self.stop = stop
+
+
+class Budgets(Config):
+    """Limits on one episode."""
+
+    max_turns: int = Field(default=8, ge=1)
+    """Actions the model may take."""
+    max_turn_tokens: int = Field(default=512, ge=1)
+    """Tokens of one action; an action cut here that holds no complete call ends the episode."""
+    max_observation_tokens: int = Field(default=1024, ge=16)
+    """Tokens of one tool result; a longer one is cut in the middle, and says so."""
+    max_tokens: int = Field(default=8192, ge=2)
+    """Tokens of the whole episode, the prompt included."""
+    max_calls: int = Field(default=16, ge=1)
+    """Tool calls in one action; those beyond are refused with an observation."""
+    max_seconds: float = Field(default=600.0, gt=0)
+    """Seconds of wall time; time in queues (for an environment, the engine, a tool's place) is left out, the
+    run of a tool is not. An episode over it is an infrastructure failure, not the model's fault."""
+    remind: bool = False
+    """Whether each observation ends with how many turns are left."""
+
+    def reminder(self, turns_taken: int) -> str:
+        """The text that tells the model how many turns are left."""
+        left = self.max_turns - turns_taken
+        return f"[{left} turn{'' if left == 1 else 's'} left]"
+
+    def check_turns(self, used: int) -> None:
+        """Raise `BudgetUsedUp` where no further turn may begin."""
+        if used >= self.max_turns:
+            message = f"the episode has used up its {self.max_turns} turns (budgets.max_turns)"
+            raise BudgetUsedUp(message, StopReason.MAX_TURNS)
+
+    def check_length(self, fewest: int) -> None:
+        """Refuse a conversation that cannot fit before it is encoded: encoding takes seconds."""
+        if fewest > self.max_tokens:
+            raise self._too_long(f"at least {fewest}")
+
+    def turn_room(self, context: int) -> int:
+        """How many tokens an action may have after a context of this length; `BudgetUsedUp` if none."""
+        if context >= self.max_tokens:
+            raise self._too_long(str(context))
+        return min(self.max_tokens - context, self.max_turn_tokens)
+
+    def _too_long(self, count: str) -> BudgetUsedUp:
+        return BudgetUsedUp(
+            f"the conversation has {count} tokens, and a sequence may have {self.max_tokens} "
+            "(budgets.max_tokens)",
+            StopReason.MAX_TOKENS,
+        )
+
 
 Position = tuple[int, int]
 """(sequence, segment): the place just after that segment."""
@@ -229,9 +301,9 @@ class Recorder:
         return (sequence, len(sequences[sequence].segments) - 1), branched
 
 
-async def expert_move(expert: ExpertMoves, observed: str) -> str | ToolCall | None:
+def expert_move(expert: ExpertMoves, observed: str) -> Coroutine[Any, Any, str | ToolCall | None]:
     """The expert's next move; in a thread, because a planner may think for seconds."""
-    return await run_sync(next_move, expert, observed)
+    return run_sync(next_move, expert, observed)
 
 
 def written_action(
@@ -313,7 +385,6 @@ class EngineSessions:
 
     def __init__(self, engine: Engine, name: str) -> None:
         self.name = name
-        """The first session's; the others add a number to it."""
         self._engine = engine
         self._held: dict[str, int | None] = {}
         """The sequence that each session holds the KV of."""
@@ -321,7 +392,6 @@ class EngineSessions:
 
     @property
     def busy(self) -> int:
-        """How many are in use."""
         return len(self._busy)
 
     async def take(self, sequence: int | None, at_end: bool) -> str:
@@ -349,7 +419,6 @@ class EngineSessions:
         return name
 
     def give_back(self, name: str) -> None:
-        """Its request has ended."""
         self._busy.discard(name)
 
     def holds(self, name: str, sequence: int) -> None:
@@ -358,7 +427,80 @@ class EngineSessions:
             self._held[name] = sequence
 
     async def close(self) -> None:
-        """Release all of them."""
         for name in list(self._held):
             await self._engine.release(name)
         self._held.clear()
+
+
+class EngineChatModel:
+    """A `ChatModel` on an engine, such as the policy itself: each question is a request of its own.
+
+    With a temperature above 0 and no seed, the question decides the answer.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        renderer: Renderer,
+        name: str = "policy",
+        *,
+        seconds: float = 600.0,
+        gate: SamplingGate | None = None,
+    ) -> None:
+        self._engine, self._renderer = engine, renderer
+        self._gate = gate or SamplingGate()
+        self._name, self._seconds = name, seconds
+
+    @property
+    def name(self) -> str:
+        """With the version of the weights: what another version said is another answer."""
+        return f"{self._name}@{self._engine.policy_version}"
+
+    async def chat(self, messages: Sequence[Message], options: ChatOptions = ChatOptions()) -> ChatReply:  # noqa: B008 - frozen
+        if self._renderer.images is None and any(message.media for message in messages):
+            raise ChatError(f"{self._name} reads text only, and is asked about an image")
+        try:
+            opening = await run_sync(self._renderer.opening, messages)
+        except ImageError as error:
+            raise ChatError(f"{self._name} cannot be asked: {error}") from error
+        prompt = opening.tokens
+        seed = options.seed
+        if seed is None:
+            seed = key(*prompt, *(one.sha256 for one in opening.media))
+        sampling = Sampling(
+            max_tokens=options.max_tokens,
+            temperature=options.temperature,
+            stop_tokens=tuple(self._renderer.tokenizer.stop_tokens),
+            seed=seed,
+        )
+        await self._gate.passed()
+        try:
+            async with asyncio.timeout(self._seconds) as deadline:
+                completion = await self._engine.generate(prompt, sampling, media=opening.media)
+        except EngineError as error:
+            raise ChatError(f"{self._name} cannot be asked: {error}") from error
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise ChatError(f"{self._name} gave no answer within {self._seconds:g} seconds") from error
+        if completion.finish is FinishReason.ABORTED:
+            raise ChatError(f"{self._name}: the engine aborted the request")
+        return ChatReply(
+            self._renderer.text_of(completion),
+            prompt_tokens=len(prompt),
+            completion_tokens=len(completion.tokens),
+            is_cut=completion.finish is FinishReason.LENGTH,
+        )
+
+    async def close(self) -> None:
+        """Nothing to close: the engine has another owner."""
+
+
+@contextmanager
+def asking_policy(model: ChatModel) -> Iterator[None]:
+    """While this is entered, `model = "policy"` is this model."""
+    token = policy_model.set(model)
+    try:
+        yield
+    finally:
+        policy_model.reset(token)

@@ -55,10 +55,8 @@ from ludus.remote.time_limit import time_limit
 from ludus.rewards import Scorer
 from ludus.rollouts.agent import Agent
 from ludus.rollouts.branching import EpisodeRecord, Origin, WorldState, check_forkable
-from ludus.rollouts.budgets import Budgets
-from ludus.rollouts.chat import EngineChatModel, asking_policy
 from ludus.rollouts.episode import Episode, EpisodeOver
-from ludus.rollouts.recorder import Recorder, SamplingGate
+from ludus.rollouts.recorder import Budgets, EngineChatModel, Recorder, SamplingGate, asking_policy
 from ludus.rollouts.tool_calls import StepRewards
 from ludus.rollouts.tree import SEARCH_SCORE, Leaf, TreeConfig, grow_tree, search_turns
 from ludus.tools import CombinedTools

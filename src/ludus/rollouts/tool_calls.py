@@ -14,7 +14,7 @@ from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSet, Tool
 from ludus.core.trajectory import Trajectory, spans_of
 from ludus.remote.threads import run_all, run_sync
 from ludus.remote.time_limit import recorded_wait
-from ludus.rollouts.budgets import Budgets
+from ludus.rollouts.recorder import Budgets
 from ludus.tools import OutputLimits, changed_tools, tools_changed
 
 _LONG_RESULT = 4_000

@@ -22,8 +22,7 @@ from ludus.core.failures import Boundary, ConfigError, EngineError, Failure
 from ludus.core.task import Task
 from ludus.core.trajectory import Group
 from ludus.remote.threads import stop_all
-from ludus.rollouts.budgets import Budgets
-from ludus.rollouts.recorder import SamplingGate
+from ludus.rollouts.recorder import Budgets, SamplingGate
 from ludus.rollouts.rollout import Rollout
 from ludus.training.config.rl import RolloutSettings
 from ludus.training.data.curriculum import BUDGETS, STRICTNESS

@@ -1,4 +1,4 @@
-"""Files of questions that users have and that cannot be distributed, named by environment variables."""
+"""What users bring for a world: files that cannot be distributed, named by environment variables; packages."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ ENDINGS = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
 """The files that hold rows."""
 
 
-def data_path(variable: str, what: str) -> Path:
-    """The file or folder that an environment variable names."""
-    if problem := path_problem(variable, f"{what}, by its absolute path"):
+def data_path(variables: str, what: str) -> Path:
+    """The file or folder that an environment variable (the first of `A|B` that is set) names."""
+    if problem := path_problem(variables, f"{what}, by its absolute path"):
         raise ConfigError(problem)
-    return Path(os.environ[variable])
+    return Path(next(os.environ[name] for name in variables.split("|") if os.environ.get(name)))
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file: JSON lines, a JSON list (or a table with the key `data`), Parquet; .gz too."""
+def read_file(path: Path) -> Any:
+    """The content of a file: JSON, the rows of JSON lines or of Parquet; .gz too."""
     try:
         if path.suffix == ".parquet":
             import pyarrow.parquet
 
-            found: Any = pyarrow.parquet.read_table(path).to_pylist()
-        else:
-            packed = path.read_bytes()
-            packed = gzip.decompress(packed) if path.suffix == ".gz" else packed
-            text = decode_user_text(packed, str(path))
-            is_lines = path.name.removesuffix(".gz").endswith(".jsonl")
-            found = (
-                [row for _, row in json_lines(text, str(path))]
-                if is_lines
-                else parse_user_json(text, str(path))
-            )
+            return pyarrow.parquet.read_table(path).to_pylist()
+        packed = path.read_bytes()
+        text = decode_user_text(gzip.decompress(packed) if path.suffix == ".gz" else packed, str(path))
+        if path.name.removesuffix(".gz").endswith(".jsonl"):
+            return [row for _, row in json_lines(text, str(path))]
+        return parse_user_json(text, str(path))
     except (OSError, EOFError, ValueError, ImportError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file: those of `read_file`, of a JSON list or of a table with the key `data`."""
+    found = read_file(path)
     rows = found.get("data", [found]) if isinstance(found, Mapping) else found
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ConfigError(f"{path} holds no rows: it needs a list of tables")

@@ -18,18 +18,17 @@ from ludus.core.registry import load_reference
 from ludus.core.task import Task, spread
 from ludus.core.trajectory import is_success
 from ludus.core.user_code import first_call_errors, reset_error_counts
-from ludus.envs import WORLDS, PoolConfig, RemoteEnvs, World, check_env, load_env
+from ludus.envs import WORLDS, PoolConfig, RemoteEnvs, World, load_env
 from ludus.envs.env import Isolation
 from ludus.envs.isolated import IsolatedEnv
 from ludus.envs.pool_config import probe_env
 from ludus.remote.threads import busy_locations
 from ludus.rewards import build_reward, check_rewards
 from ludus.rollouts.agent import Agent
-from ludus.rollouts.env_contract import Clause, EnvContract
+from ludus.rollouts.env_contract import Clause, EnvContract, Verdict, check_env
 from ludus.rollouts.episode import Episode
 from ludus.rollouts.rollout import Rollout
-from ludus.rollouts.row_images import undecodable_images
-from ludus.rollouts.tasksets import load_tasks
+from ludus.rollouts.tasksets import load_tasks, undecodable_images
 from ludus.sandbox import close_shared_sandboxes
 from ludus.tools import example_of, shut
 from ludus.tools.json_schema import schema_mistakes
@@ -363,13 +362,11 @@ def env_findings(
         settings["rewards"] = [build_reward(one) for one in rewards]
     if world is not None and world.tools:
         settings["tools"] = world.toolset()
-    contract = EnvContract(factory, given or [Task.of("check", id="check")], called, **settings)
-    severities = {True: "ok", False: "failed", None: "info"}
+    contract = EnvContract(factory, given, called, **settings)
     with asyncio.Runner() as runner:
         clauses = contract.clauses()
         while (one := runner.run(anext_or_none(clauses))) is not None:
-            severity = severities[one.ok] if one.was_tried else "skipped"
-            yield severity, f"{one.name}: {one.text}"
+            yield str(one.verdict), f"{one.name}: {one.text}"
         runner.run(close_shared_sandboxes())
 
 
@@ -406,7 +403,8 @@ async def _env(
     if (isolation or getattr(factory, "isolation", None)) == "process":
         factory = partial(IsolatedEnv, factory, name)  # it may crash, as it may in a run
     found = await check_env(factory, tasks[0] if tasks else None, name=name)
-    return [(str(one.severity), "; ".join(filter(None, (one.problem, one.fix)))) for one in found]
+    severities = {Verdict.FAILED: "error", Verdict.WARNING: "warning"}
+    return [(severities[one.verdict], one.text) for one in found]
 
 
 def tool_findings(reference: str, arguments: str | None, name: str | None = None) -> Findings:

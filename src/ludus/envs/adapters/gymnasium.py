@@ -14,9 +14,8 @@ from typing import Any
 from ludus.core.failures import ConfigError
 from ludus.core.random import key
 from ludus.core.task import Task
-from ludus.envs.adapters.references import SIZES, imported, parse_reference
 from ludus.envs.env import OVER, Env, Observation, Step
-from ludus.envs.world import EnvAdapter
+from ludus.envs.world import SIZES, EnvAdapter, imported, parse_reference
 
 ACTIONS = {
     "FrozenLake": ("left", "down", "right", "up"),

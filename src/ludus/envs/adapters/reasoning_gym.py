@@ -19,8 +19,7 @@ from typing import Any
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Json
 from ludus.core.task import Task
-from ludus.envs.adapters.references import SIZES, imported, parse_reference
-from ludus.envs.world import EnvAdapter
+from ludus.envs.world import SIZES, EnvAdapter, imported, parse_reference
 from ludus.rewards import reward
 
 HELD_OUT_SEED = 2**40

@@ -25,7 +25,6 @@ from functools import lru_cache
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
-from urllib.parse import parse_qsl
 
 from pydantic_core import to_jsonable_python
 
@@ -34,9 +33,8 @@ from ludus.core.messages import Json, Message
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
 from ludus.core.user_code import error_with_location
-from ludus.envs.adapters.references import SIZES, imported, parse_value
 from ludus.envs.env import OVER, Env, Step
-from ludus.envs.world import EnvAdapter
+from ludus.envs.world import SIZES, EnvAdapter, imported, parse_options
 from ludus.remote.threads import run_sync
 from ludus.rewards import reward
 from ludus.tools import FunctionTool, Tool
@@ -54,7 +52,7 @@ def verifiers_tasks(reference: str) -> list[Task]:
     It is a package or module that exports a `Taskset`, such as `gsm8k` or `my_taskset`.
     """
     name, query = reference.partition("?")[::2]
-    options = {key: parse_value(text) for key, text in parse_qsl(query)}
+    options = parse_options(query)
     skip, take = options.pop("skip", 0), options.pop("take", SIZES["train"])
     written = json.dumps(options, sort_keys=True)
     envs: dict[str, Any] = {NAME: {}} if _plays_user(name) or _toolsets(_taskset(name, written)) else {}

@@ -28,8 +28,8 @@ from ludus.core.random import key as seed_key
 from ludus.core.trajectory import StopReason, Trajectory
 from ludus.llm import Address
 from ludus.remote.client import ConnectionFailed, HttpClient
-from ludus.rollouts.budgets import BudgetUsedUp
 from ludus.rollouts.message_tree import MessageTree, SampledTurn
+from ludus.rollouts.recorder import BudgetUsedUp
 from ludus.serve.admission import WorkBudget
 from ludus.serve.app import check_token
 from ludus.serve.model.peers import is_of_program

@@ -25,7 +25,7 @@ from ludus.core.images import ImageError
 from ludus.core.messages import Json
 from ludus.core.strict_json import BadJson, read_object
 from ludus.rewards.scores import MOST_REWARD
-from ludus.rollouts.budgets import BudgetUsedUp
+from ludus.rollouts.recorder import BudgetUsedUp
 from ludus.serve.admission import RequestError
 from ludus.serve.app import HttpApi, bearer_token, beside_the_loop, json_response
 from ludus.serve.model.anthropic import ANTHROPIC

@@ -21,8 +21,8 @@ from ludus.engine import FakeEngine
 from ludus.envs import EnvPool
 from ludus.rewards import Scorer
 from ludus.rollouts.agent import Agent
-from ludus.rollouts.budgets import Budgets
 from ludus.rollouts.episode import Episode
+from ludus.rollouts.recorder import Budgets
 from ludus.rollouts.rollout import Rollout
 from ludus.synth.paths.call_paths import CallPath, NoValue, bound_arguments, value_of
 from ludus.synth.paths.signature_graph import SignatureGraph

@@ -9,7 +9,7 @@ from pydantic import Field, field_serializer
 from ludus.core.config import Config, Place
 from ludus.envs import PoolConfig
 from ludus.rollouts.agent import ProgramConfig
-from ludus.rollouts.budgets import Budgets
+from ludus.rollouts.recorder import Budgets
 from ludus.rollouts.workflows import WorkflowConfig
 from ludus.sandbox import SandboxConfig
 from ludus.tools.recording import RecordingConfig

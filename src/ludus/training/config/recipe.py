@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from ludus.core.config import Config
 from ludus.engine import EngineConfig
-from ludus.rollouts.budgets import Budgets
+from ludus.rollouts.recorder import Budgets
 from ludus.training.config.agent import AgentConfig, TasksConfig, TaskSetConfig
 from ludus.training.config.cluster import ClusterConfig
 from ludus.training.config.model import ModelConfig

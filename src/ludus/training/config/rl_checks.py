@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ludus.algos.specs import ALGORITHMS
 from ludus.core.failures import ConfigError
-from ludus.rollouts.budgets import Budgets
+from ludus.rollouts.recorder import Budgets
 from ludus.training.data.curriculum import BUDGETS, check_settings
 
 if TYPE_CHECKING:

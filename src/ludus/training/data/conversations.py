@@ -27,8 +27,7 @@ from ludus.core.messages import Message, ToolSpec, parse_messages
 from ludus.core.task import Task
 from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequence, Trajectory
 from ludus.observe import holds_trajectories, read_trajectories, with_images
-from ludus.rollouts.row_images import undecodable_images
-from ludus.rollouts.tasksets import Columns, read_rows
+from ludus.rollouts.tasksets import Columns, read_rows, undecodable_images
 
 Conversation = Sequence[Message]
 T = TypeVar("T")

@@ -19,7 +19,7 @@ from ludus.core.config import Config
 from ludus.core.config_errors import problem_lines
 from ludus.core.failures import ConfigError
 from ludus.observe import SPLITS, definition_of
-from ludus.rollouts.budgets import Budgets
+from ludus.rollouts.recorder import Budgets
 
 BUDGETS = "budgets."
 DIFFICULTY = "tasks.difficulty"

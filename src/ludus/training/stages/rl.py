@@ -25,7 +25,7 @@ from ludus.observe import rollout_metrics
 from ludus.remote.threads import run_to_the_end
 from ludus.rewards import Scorer
 from ludus.rollouts.branching import check_forkable
-from ludus.rollouts.chat import asking_policy
+from ludus.rollouts.recorder import asking_policy
 from ludus.training.checkpoint import load_state
 from ludus.training.config.parts import Parts, TaskSetSpec, task_set_specs
 from ludus.training.config.recipe import Recipe

@@ -182,8 +182,8 @@ def expert(task: Task) -> Generator[ToolCall, str, None]:
 
 def explorer(task: Task) -> Generator[ToolCall, str, None]:
     """An expert that knows only what it has seen so far, as an agent does, and searches for the rest."""
-    from ludus.worlds.babyai.exploration import Explorer
     from ludus.worlds.babyai.game import MazeGame
+    from ludus.worlds.babyai.planner import Explorer
 
     yield from _played(Explorer(MazeGame(**task.envs["babyai"])))
 

@@ -23,11 +23,10 @@ from ludus.envs.env import OVER, Env, Observation, Step
 from ludus.envs.world import World
 from ludus.rewards import reward
 from ludus.worlds.browser.accessibility import Element, offered_actions
-from ludus.worlds.browser.actions import ActionProblem, BrowserAction, parse_action
 from ludus.worlds.browser.chromium import CHROMIUM, BrowserHost, acquire_host, release_host
 from ludus.worlds.browser.gateway import GATEWAY_ERRORS, NetworkPolicy, origin_of
 from ludus.worlds.browser.session import BrowserSession, BrowserView
-from ludus.worlds.browser.tab import Notice
+from ludus.worlds.browser.tab import ActionProblem, BrowserAction, Notice, parse_action
 from ludus.worlds.browser.tasks import HOMEPAGE, SYSTEM, SeenPage, expert, held_out_tasks, training_tasks
 from ludus.worlds.browser.webarena import (
     SITES,

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ludus.core.failures import Boundary, ConfigError, InfraError, MissingExtraError
+from ludus.envs.world import imported
 from ludus.remote.processes import ScratchFolder
 from ludus.worlds.browser.gateway import Gateway, NetworkPolicy
 
@@ -299,20 +300,17 @@ def release_host(host: BrowserHost) -> None:
 
 async def _start_playwright(folder: Path) -> Playwright:
     """Its driver, which keeps files in `folder` and has the browsers do so."""
-    try:
-        import playwright
-        from playwright.async_api import async_playwright
-    except ImportError as error:
-        raise MissingExtraError("playwright", "browser", "the environment browser") from error
+    playwright = imported("playwright.async_api", "browser", "the environment browser")
     before = os.environ.get(_NODE)
-    node = before or str(Path(inspect.getfile(playwright)).parent / "driver" / "node")
+    node = before or str(Path(inspect.getfile(playwright)).parents[1] / "driver" / "node")
     script = folder / "node"
     script.write_text(f'#!/bin/sh\nTMPDIR={shlex.quote(str(folder))} exec {shlex.quote(node)} "$@"\n')
     script.chmod(0o700)
     if os.access(script, os.X_OK) and os.access(node, os.X_OK):  # not where programs may not be in /tmp
         os.environ[_NODE] = str(script)
     try:
-        return await async_playwright().start()
+        started: Playwright = await playwright.async_playwright().start()
+        return started
     finally:
         os.environ.pop(_NODE, None)
         if before is not None:

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ludus.core.failures import Boundary, InfraError
 from ludus.worlds.browser.accessibility import Element, Numbers
-from ludus.worlds.browser.actions import ActionProblem, BrowserAction
 from ludus.worlds.browser.chromium import BrowserHost, Chromium
 from ludus.worlds.browser.gateway import GATEWAY_ERRORS, NetworkPolicy, is_up, origin_of
-from ludus.worlds.browser.tab import Notice, Tab
+from ludus.worlds.browser.tab import ActionProblem, BrowserAction, Notice, Tab
 
 if TYPE_CHECKING:
     from playwright.async_api import Dialog, Page, Request, Response

@@ -19,11 +19,10 @@ from ludus.envs.env import OVER, Observation, Step
 from ludus.envs.world import World
 from ludus.rewards import reward
 from ludus.worlds.browser import Browser
-from ludus.worlds.browser.actions import ActionProblem
 from ludus.worlds.browser.chromium import CHROMIUM
 from ludus.worlds.browser.gateway import NetworkPolicy
 from ludus.worlds.browser.session import BrowserSession
-from ludus.worlds.browser.tab import Notice
+from ludus.worlds.browser.tab import ActionProblem, Notice
 from ludus.worlds.miniwob.solutions import SOLUTIONS
 
 HOST = "miniwob.test"

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from ludus.core.failures import Boundary, InfraError, MissingExtraError
+from ludus.core.failures import Boundary, InfraError
 from ludus.core.random import key
+from ludus.envs.world import imported
 from ludus.remote.processes import ScratchFolder
 
 JAVA_OPTIONS = (
@@ -238,11 +239,6 @@ class _JavaProcess:
 @cache
 def _class_path() -> tuple[str, str]:
     """The archives of py4j and of the simulator."""
-    try:
-        from py4j.java_gateway import find_jar_path
-        from scienceworld.constants import JAR_PATH
-    except ImportError as error:
-        raise MissingExtraError(
-            "scienceworld", "scienceworld", "the environment scienceworld"
-        ) from error
-    return str(find_jar_path()), str(JAR_PATH)
+    where = "scienceworld", "the environment scienceworld"
+    gateway, own = imported("py4j.java_gateway", *where), imported("scienceworld.constants", *where)
+    return str(gateway.find_jar_path()), str(own.JAR_PATH)

@@ -40,8 +40,7 @@ from ludus.worlds.sql.files import (
     spider_rows,
     table_names,
 )
-from ludus.worlds.sql.hard_questions import CHECKED_ON, hard_questions
-from ludus.worlds.sql.questions import SqlQuestion, questions
+from ludus.worlds.sql.questions import CHECKED_ON, SqlQuestion, hard_questions, questions
 
 LIMITS = SqlLimits(seconds=5.0, max_rows=30, max_bytes=20_000, max_cell=100)
 """Of a query that the agent tries."""

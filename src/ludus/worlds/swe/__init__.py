@@ -41,8 +41,16 @@ from ludus.worlds.swe.instances import (
     read_patch,
     without_protected,
 )
-from ludus.worlds.swe.repository import HELD_OUT, find_bug, repositories
-from ludus.worlds.swe.scoring import BadTree, ExampleTests, RepositoryTask, Tree, read_tree
+from ludus.worlds.swe.repository import (
+    HELD_OUT,
+    BadTree,
+    ExampleTests,
+    RepositoryTask,
+    Tree,
+    find_bug,
+    read_tree,
+    repositories,
+)
 
 STEP_SECONDS, REWARD_SECONDS = 90.0, 300.0
 """As VerlTool has them; the episode's 20 minutes are `budgets.max_seconds`."""

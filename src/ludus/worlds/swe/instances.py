@@ -28,7 +28,8 @@ from typing import Any
 from ludus.core.failures import ConfigError
 from ludus.core.task import Task
 from ludus.sandbox import Session
-from ludus.worlds.swe.scoring import MOST_TREE, BadTree, RepositoryTask, unpacked
+from ludus.worlds.data import data_path, read_rows
+from ludus.worlds.swe.repository import MOST_TREE, BadTree, RepositoryTask, unpacked
 
 TASKS = "LUDUS_SWE_TASKS"
 TEST_COMMAND = "python3 -m pytest -rA --tb=no --show-capture=no -q -p no:cacheprovider"
@@ -55,20 +56,14 @@ git diff --cached --binary --no-ext-diff --no-textconv --no-renames "$1" > /tmp/
 
 def instance_tasks(path: str | Path | None = None) -> list[Task]:
     """The tasks of a JSONL file; LUDUS_SWE_TASKS names it where no path is given."""
-    file = Path(path or os.environ.get(TASKS) or "")
+    file = Path(path) if path else data_path(TASKS, "a JSONL file with tasks in SWE-bench's form")
     if not file.is_file():
-        raise ConfigError(
-            f"tasks in SWE-bench's form: set {TASKS} to a JSONL file ({str(file)!r} is none)"
-        )
-    rows = [json.loads(line) for line in file.read_text("utf-8").splitlines() if line.strip()]
-    return [_task(row, file, number) for number, row in enumerate(rows, start=1)]
+        raise ConfigError(f"set {TASKS} to a JSONL file with SWE-bench's tasks ({str(file)!r} is none)")
+    return [_task(row, file, number) for number, row in enumerate(read_rows(file), start=1)]
 
 
-def _task(row: Any, file: Path, number: int) -> Task:
-    missing = [
-        name for name in ("problem_statement", *_FIELDS) if not isinstance(row, dict) or name not in row
-    ]
-    if missing:
+def _task(row: Mapping[str, Any], file: Path, number: int) -> Task:
+    if missing := [name for name in ("problem_statement", *_FIELDS) if name not in row]:
         raise ConfigError(
             f"{file}, row {number}: no {', '.join(missing)}, which tasks of SWE-bench have"
         )

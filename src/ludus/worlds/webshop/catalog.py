@@ -10,13 +10,10 @@ within a range of prices, and how far a goal's highest price lies above the prod
 
 from __future__ import annotations
 
-import gzip
 import itertools
-import json
-import os
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -24,8 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from ludus.core.failures import ConfigError, MissingExtraError
+from ludus.core.failures import ConfigError
 from ludus.core.random import key, shuffled, uniform
+from ludus.envs.world import imported
+from ludus.worlds.data import data_path, read_file, read_rows
 
 DATA = "LUDUS_WEBSHOP_DATA"
 MOST_RESULTS = 50
@@ -88,65 +87,44 @@ class Catalog:
         return [self.products[asins[i]] for i in order if scores[i] > 0]
 
 
-def data_folder() -> Path:
-    """The folder with the product files."""
-    folder = Path(os.environ.get(DATA, ""))
-    if not folder.is_absolute() or not folder.is_dir():
-        raise ConfigError(
-            f"set {DATA} to the folder with WebShop's product files (docs/envs/webshop.md)"
-        )
-    return folder
-
-
 def load_catalog(folder: Path | None = None) -> Catalog:
     """The catalog of a folder; loaded once, and shared by all episodes."""
-    return _loaded(str(folder or data_folder()))
+    what = "the folder with WebShop's product files (docs/envs/webshop.md)"
+    return _loaded(folder or data_path(DATA, what))
 
 
 @lru_cache(maxsize=2)
-def _loaded(folder: str) -> Catalog:
-    where = Path(folder)
-    attributes = _json(_found(where, r"items_ins_v2.*\.json(\.gz)?"))
-    rows = list(_product_rows(where))
+def _loaded(folder: Path) -> Catalog:
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} ({DATA}) is no folder")
+    (attributes,) = map(read_file, _found(folder, r"items_ins_v2.*\.json(\.gz)?"))
     products: dict[str, Product] = {}
-    for row in rows:
+    for row in _product_rows(folder):
         asin = str(row.get("asin", ""))
         if asin and asin != "nan" and len(asin) <= 10 and asin not in products:
             products[asin] = as_product(row, attributes.get(asin, {}))
     if not products:
         raise ConfigError(f"the product files in {folder} hold no products")
-    human = _found(where, r"items_human_ins\.json(\.gz)?", needed=False)
-    goals = human_goals(products, _json(human)) if human else synthetic_goals(products, attributes)
+    human = _found(folder, r"items_human_ins\.json(\.gz)?", needed=False)
+    goals = (
+        human_goals(products, read_file(human[0])) if human else synthetic_goals(products, attributes)
+    )
     random.Random(_GOAL_ORDER_SEED).shuffle(goals)
     return Catalog(products, tuple(goals), _search_engine(products))
 
 
-def _found(folder: Path, pattern: str, *, needed: bool = True) -> Path | None:
+def _found(folder: Path, pattern: str, *, needed: bool = True) -> list[Path]:
+    """The first file of that name, if there is one."""
     files = sorted(file for file in folder.iterdir() if re.fullmatch(pattern, file.name))
     if not files and needed:
         raise ConfigError(f"{folder} ({DATA}) holds no file named {pattern}")
-    return files[0] if files else None
-
-
-def _json(path: Path | None) -> Any:
-    assert path is not None
-    try:
-        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        return json.loads(data)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
+    return files[:1]
 
 
 def _product_rows(folder: Path) -> Iterator[Mapping[str, Any]]:
-    file = _found(folder, r"(items_shuffle|.*docs|.*documents).*\.jsonl?(\.gz)?")
-    assert file is not None
-    if ".jsonl" in file.name:
-        with gzip.open(file, "rt") if file.suffix == ".gz" else file.open(encoding="utf-8") as lines:
-            rows: Sequence[Any] = [json.loads(line) for line in lines if line.strip()]
-    else:
-        rows = _json(file)
-    for row in rows:
-        yield row.get("product", row)
+    for file in _found(folder, r"(items_shuffle|.*docs|.*documents).*\.jsonl?(\.gz)?"):
+        for row in read_rows(file):
+            yield row.get("product", row)
 
 
 def as_product(row: Mapping[str, Any], known: Mapping[str, Any]) -> Product:
@@ -192,10 +170,7 @@ def _options(row: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
 
 def _search_engine(products: Mapping[str, Product]) -> Any:
     """BM25 with Lucene's formula and Pyserini's parameters, over title, text, first bullet and options."""
-    try:
-        import bm25s
-    except ImportError:
-        raise MissingExtraError("bm25s", "webshop", "the environment 'webshop'") from None
+    bm25s = imported("bm25s", "webshop", "the environment 'webshop'")
 
     def tokenize(texts: Any) -> Any:
         return bm25s.tokenize(texts, return_ids=False, show_progress=False)

@@ -12,14 +12,13 @@ from ludus.core import Media, Task, ToolCall
 from ludus.envs import (
     Env,
     Observation,
-    Severity,
     Step,
     as_observation,
     as_step,
-    check_env,
     reset_env,
     step_env,
 )
+from ludus.rollouts import Verdict, check_env
 from ludus.tools import tool
 
 TASK = Task.of("count", id="t")
@@ -60,7 +59,7 @@ class Good(Env):
 
 
 async def problems(factory: Any, actions: Any = ACTIONS, task: Task = TASK) -> list[tuple[str, str]]:
-    return [(f.severity.value, f.problem) for f in await check_env(factory, task, actions)]
+    return [(f.verdict.value, f.text) for f in await check_env(factory, task, actions)]
 
 
 async def test_nothing_is_found_where_nothing_is_wrong():
@@ -92,9 +91,9 @@ async def test_a_finding_reads_well():
             return 5
 
     (finding,) = await check_env(NoText, TASK, ACTIONS)
-    assert finding.severity is Severity.ERROR
-    assert "int" in finding.problem and "Observation" in finding.fix
-    assert str(finding).startswith("error: ")
+    assert finding.verdict is Verdict.FAILED
+    assert "int" in finding.text and "Observation" in finding.text
+    assert str(finding).startswith("failed: interface: ")
 
 
 class SharedState(Good):
@@ -181,16 +180,17 @@ class RaisingFactory(Good):
     ("factory", "severity", "words"),
     [
         (SharedState, "warning", "share the object in 'board'"),
-        (Forgetful, "warning", "same actions after a reset"),
-        (Dice, "warning", "same actions after a reset"),
-        (ReferenceSnapshot, "error", "after restore"),
-        (HalfSnapshot, "error", "only one of snapshot and restore"),
-        (BadClose, "error", "close raised OSError"),
-        (BadStep, "error", "step returned something odd"),
-        (RaisingStep, "error", "KeyError"),
+        (Forgetful, "warning", "led to something else after a reset"),
+        (Dice, "warning", "led to something else in a second instance"),
+        (Dice, "warning", "led to something else after a reset"),
+        (ReferenceSnapshot, "failed", "after restore"),
+        (HalfSnapshot, "failed", "only one of snapshot and restore"),
+        (BadClose, "failed", "OSError: still busy"),
+        (BadStep, "failed", "must be text, an Observation or None"),
+        (RaisingStep, "failed", "KeyError"),
         (Undocumented, "warning", "'act' has no description"),
         (Undocumented, "warning", "parameter 'how'"),
-        (RaisingFactory, "error", "no licence"),
+        (RaisingFactory, "failed", "no licence"),
     ],
 )
 async def test_each_mistake_is_found(factory: Any, severity: str, words: str):
@@ -212,7 +212,9 @@ async def test_without_actions_the_tools_are_called_as_their_schemas_allow():
             return undefined_name  # type: ignore[name-defined]  # noqa: F821
 
     assert any("'jump' failed: NameError" in problem for _, problem in await problems(Buggy, None))
-    assert await problems(Idle, None) == [("warning", "it offers nothing to do")]
+    assert await problems(Idle, None) == [
+        ("warning", "it offers nothing to do; mark methods with @tool, or write step")
+    ]
 
 
 async def test_one_object_for_everybody_is_found():
