@@ -155,7 +155,7 @@ def measured(folder: Path, rounds: int) -> list[list[float]]:
             for one in (reference, model)[: 1 if way == 2 else 2]:
                 image_features.forget_features(one)
             started = time.process_time()
-            policy_update(learner, batch, config, reference=reference, critic=None)
+            policy_update(learner, policy_rows(batch, config), config, reference=reference, critic=None)
             if number:  # the first one of each warms up
                 found[way].append(time.process_time() - started)
     return found

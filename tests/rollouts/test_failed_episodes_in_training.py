@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from played_steps import policy_update
 from rollout_parts import attempt_of, called, play, rollout, tokenizer
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -16,7 +17,7 @@ from ludus.core import Boundary, EngineError, Failure, Group, Sampling, StopReas
 from ludus.model import use_ludus_attention
 from ludus.rewards import reward
 from ludus.tools import tool
-from ludus.training import Learner, OptimizerConfig, RLConfig, RolloutBatch, policy_update
+from ludus.training import Learner, OptimizerConfig, RLConfig, RolloutBatch
 
 LOST = 1
 """The attempt that fails."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from played_steps import policy_update
 from safetensors.torch import load_file
 from stage_runs import Talker, assert_same_tensors, episodes, numbers
 from training_helpers import TINY, add, even, tasks
@@ -17,14 +18,7 @@ from worker_parts import PlainSteps
 import ludus
 from ludus.core import ConfigError
 from ludus.observe import RunFolder, read_notes, undefined
-from ludus.training import (
-    Learner,
-    Parts,
-    Recipe,
-    build_run_context,
-    policy_update,
-    train_async,
-)
+from ludus.training import Learner, Parts, Recipe, build_run_context, train_async
 from ludus.training.controller import StalledError
 from ludus.training.ledger import Ledger
 from ludus.viewer.findings import metric_findings

@@ -10,12 +10,13 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from played_steps import policy_update
 from ragged_episodes import attempts_of, played, references, scored, tiny_learner, tiny_model
 from torch import nn
 
 import ludus
 from ludus.core import ConfigError, LudusError, StopReason, Task, TokenSequence, Trajectory
-from ludus.training import Batch, Critic, CriticConfig, RLConfig, policy_update
+from ludus.training import Batch, Critic, CriticConfig, RLConfig
 from ludus.training.optim.critic import explained_variance
 
 Kind = Literal["model", "head"]

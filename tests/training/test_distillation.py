@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from played_steps import distill
 from ragged_episodes import (
     assert_same_gradient,
     gradient_of,
@@ -23,7 +24,6 @@ import ludus
 from ludus.core import ConfigError
 from ludus.observe import undefined
 from ludus.training import ModelConfig, frozen, load_model, save_model
-from ludus.training.stages.distillation import distill
 
 
 @pytest.mark.parametrize("budget", [40, 1000])

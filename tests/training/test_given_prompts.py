@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from played_steps import prefer, sft_step
 from ragged_episodes import assert_same_gradient, plain, row_logprobs, tiny_learner
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
@@ -29,8 +30,7 @@ from ludus.training import (
     trajectory_of,
 )
 from ludus.training.data.conversations import Conversation, read_scored_steps
-from ludus.training.stages.preference import Labelled, Pair, prefer
-from ludus.training.stages.sft import sft_step
+from ludus.training.stages.preference import Labelled, Pair
 from ludus.viewer.labels import LabelStore
 
 TOKENIZER = ByteTokenizer()

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from played_steps import prefer
 from ragged_episodes import (
     assert_same_gradient,
     plain,
@@ -48,7 +49,7 @@ from ludus.training import (
     trajectory_of,
 )
 from ludus.training.data.conversations import parse_conversations
-from ludus.training.stages.preference import Pair, labelled_of, pairs_of, prefer
+from ludus.training.stages.preference import Pair, labelled_of, pairs_of
 
 BETA = 0.3
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from called_ranks import ALONE, CalledRanks, called_ranks
+from played_steps import loss_on, policy_update, prefer, sft_step
 from ragged_episodes import branched, played, scored, tiny_model, with_long_prompts
 from small_steps import imitation, rows_of_lengths, small_model, weighed
 from torch import nn
@@ -29,8 +30,6 @@ from ludus.training import (
     RLConfig,
     RolloutBatch,
     micro_batches,
-    policy_update,
-    sft_step,
 )
 from ludus.training.config.model import LoraConfig
 from ludus.training.data.packing import micro_batches_of
@@ -42,8 +41,7 @@ from ludus.training.optim.learner import frozen
 from ludus.training.optim.logprobs import logprobs_of
 from ludus.training.optim.sharding import ShardedModel, current_group
 from ludus.training.ranks.processes import RankError
-from ludus.training.stages.preference import pairs_of, prefer
-from ludus.training.stages.sft import loss_on
+from ludus.training.stages.preference import pairs_of
 
 pytestmark = pytest.mark.timeout(300)  # on a busy machine a process takes long to start
 OPTIMIZER = {"learning_rate": 1e-2, "micro_batch_tokens": 40, "max_gradient_norm": 0.5}

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from played_steps import policy_update
 from ragged_episodes import (
     assert_same_gradient,
     attempts_of,
@@ -34,7 +35,7 @@ from torch import nn
 
 from ludus.algos import ALGORITHMS
 from ludus.core import ConfigError
-from ludus.training import Critic, CriticConfig, RLConfig, RolloutBatch, frozen, policy_update
+from ludus.training import Critic, CriticConfig, RLConfig, RolloutBatch, frozen
 
 advantages = references("reference_advantages")
 losses = references("reference_losses")

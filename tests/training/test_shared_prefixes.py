@@ -21,6 +21,7 @@ import test_rl_update
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from played_steps import policy_update, sft_step
 from ragged_episodes import (
     VOCABULARY,
     gradient_of,
@@ -48,8 +49,6 @@ from ludus.training import (
     add_adapter,
     logprobs_of,
     micro_batches,
-    policy_update,
-    sft_step,
 )
 from ludus.training.config.rl import RLConfig
 from ludus.training.data import prefixes

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from played_steps import policy_update
 from ragged_episodes import (
     assert_same_gradient,
     branched,
@@ -23,7 +24,7 @@ from ragged_episodes import (
 from torch import nn
 
 from ludus.core import Group, Segment, Trajectory
-from ludus.training import RLConfig, RolloutBatch, policy_update
+from ludus.training import RLConfig, RolloutBatch
 
 CLIP = 0.2
 

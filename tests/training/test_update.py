@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from played_steps import policy_update, sft_step
 
 from ludus.core import Boundary, Failure, Group, Sampling, StopReason, Trajectory
 from ludus.training import (
@@ -23,8 +24,6 @@ from ludus.training import (
     action_logprobs,
     build_run_context,
     micro_batches,
-    policy_update,
-    sft_step,
 )
 
 

@@ -14,6 +14,7 @@ from vision_models import noise, save_idefics3, save_llava, save_llava_next
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 from called_ranks import ALONE, CalledRanks, called_ranks
+from played_steps import loss_on, policy_update, prefer, sft_step
 from test_ranks import (
     assert_close,
     assert_same_weights,
@@ -27,24 +28,14 @@ from ludus.core import Group, LudusError, Media, Message, Segment, SegmentKind, 
 from ludus.core.trajectory import TokenSequence, Trajectory
 from ludus.model import use_ludus_attention
 from ludus.model.image_features import vision_parameters
-from ludus.training import (
-    Critic,
-    CriticConfig,
-    PreferenceConfig,
-    RLConfig,
-    RolloutBatch,
-    load_model,
-    policy_update,
-    sft_step,
-)
+from ludus.training import Critic, CriticConfig, PreferenceConfig, RLConfig, RolloutBatch, load_model
 from ludus.training.config.model import ModelConfig
 from ludus.training.models.adapter_reference import AdapterReference, ShardedAdapterReference
 from ludus.training.models.references import sync_reference
 from ludus.training.optim.critic import ValueModel
 from ludus.training.optim.learner import frozen
 from ludus.training.optim.sharding import ShardedModel
-from ludus.training.stages.preference import pairs_of, prefer
-from ludus.training.stages.sft import loss_on
+from ludus.training.stages.preference import pairs_of
 
 pytestmark = pytest.mark.timeout(300)
 SLOW = pytest.mark.slow

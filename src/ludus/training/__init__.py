@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ludus.training.optim.critic import Critic
     from ludus.training.optim.learner import Learner, frozen
     from ludus.training.optim.logprobs import action_logprobs, logprobs_of
-    from ludus.training.optim.policy_update import policy_update
+    from ludus.training.optim.policy_update import policy_rows, policy_update
     from ludus.training.preflight import check_parts
     from ludus.training.rollout_batch import RolloutBatch
     from ludus.training.run_context import (
@@ -94,6 +94,7 @@ __all__ = [
     "logprobs_of",
     "micro_batches",
     "play_expert",
+    "policy_rows",
     "policy_update",
     "read_conversations",
     "read_labelled",

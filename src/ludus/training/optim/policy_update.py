@@ -1,6 +1,6 @@
 """One step of reinforcement learning, from played groups to weight updates.
 
-    policy_batch    trajectories -> `Batch` and `AdvantageInputs`: rows, rewards, turns, anchors
+    policy_rows     on rank 0: trajectories -> `Batch` and `AdvantageInputs`: rows, rewards, turns, anchors
     logprobs        the log-probabilities that ratios start from; a critic's values; the KL penalty, where it is
                     part of the reward
     advantages      over the whole step; then the critic learns its returns
@@ -61,9 +61,59 @@ def algorithm_of(config: RLConfig) -> Algorithm:
     return load_algorithm(**settings, divergence=config.kl_estimator)
 
 
+@dataclass(frozen=True, slots=True)
+class PolicyRows:
+    """The rows of a step of RL, as every rank gets them."""
+
+    batch: Batch
+    inputs: AdvantageInputs
+    """What the estimator reads."""
+    update_R: Tensor
+    """int64: the update of each row."""
+
+    @property
+    def parts(self) -> list[list[int]]:
+        """The rows of each update."""
+        update_R = self.update_R.numpy()
+        return [np.flatnonzero(update_R == one).tolist() for one in np.unique(update_R)]
+
+
+def policy_rows(played: RolloutBatch, config: RLConfig) -> PolicyRows:
+    """The rows of the step's scored episodes.
+
+    Failed episodes are neither in the loss nor in any baseline. Masked ones are in the baseline and not in the
+    loss (`trained_T`): a critic, which is a baseline, learns from them too.
+    """
+    scored = [
+        (number, (number, place) in played.masked, trajectory)
+        for number, group in enumerate(played.groups)
+        for place, trajectory in enumerate(group.trajectories)
+        if trajectory.is_trainable
+    ]
+    # a turn that several share is trained with the first of them: with a masked one where all of them are
+    scored.sort(key=lambda one: one[:2])
+    trajectories = [trajectory for _, _, trajectory in scored]
+    groups = [number for number, _, _ in scored]
+    masked = [is_masked for _, is_masked, _ in scored]
+    batch = Batch.of(trajectories)
+    inputs = advantage_inputs(
+        batch,
+        trajectories,
+        groups,
+        [played.sets[number] for number in groups],
+        train_observations=not config.loss_mask,
+        masked=masked,
+    )
+    # as even as can be, so that there are as many updates as the recipe says
+    update_N = [number * config.updates // len(played.groups) for number in groups]
+    update_R = torch.tensor(update_N, dtype=torch.long)[batch.trajectory_T[batch.first_R]]
+    trained_T = inputs.loss_mask & ~torch.tensor(masked, dtype=torch.bool)[inputs.trajectory_T]
+    return PolicyRows(replace(batch, trained_T=trained_T), inputs, update_R)
+
+
 def policy_update(
     learner: Learner,
-    played: RolloutBatch,
+    rows: PolicyRows,
     config: RLConfig,
     *,
     reference: nn.Module | None,
@@ -74,15 +124,11 @@ def policy_update(
     step: int | None = None,
     version: int | None = None,
 ) -> dict[str, float]:
-    """The updates of one step, and their metrics.
-
-    Failed episodes are neither in the loss nor in any baseline. Masked ones are in the baseline and not in the
-    loss: a critic, which is a baseline, learns from them too. A step that has nothing to teach changes
-    nothing, and its metrics are empty.
+    """The updates of one step, and their metrics. One that has nothing to teach changes nothing, and has none.
 
     Args:
         learner: The policy and its optimizer.
-        played: The step's groups.
+        rows: The step's rows (`policy_rows`).
         config: The algorithm and everything around it.
         reference: The reference model of the KL penalty; needed where `config.kl` is above 0.
         critic: The value function; needed where the algorithm needs one.
@@ -100,7 +146,7 @@ def policy_update(
     if critic is None and Need.CRITIC in algorithm.needs:
         raise ValueError(f"{config.algorithm} needs a critic, and none was given")
     learner.clear_gradients()  # a critic may need their room
-    batch, inputs, parts = policy_batch(played, config)
+    batch, inputs, parts = rows.batch, rows.inputs, rows.parts
     if not len(batch):
         return {}
     batch = _with_old_logprobs(learner, batch, inputs, config)
@@ -131,42 +177,6 @@ def policy_update(
     )
     found = _update_policy(learner, batch, parts, objective, step)
     return metrics | found if TOKENS in found or critic is not None else {}
-
-
-def policy_batch(
-    played: RolloutBatch, config: RLConfig
-) -> tuple[Batch, AdvantageInputs, list[list[int]]]:
-    """(rows, what the estimator reads, the rows of each update) of the step's scored episodes.
-
-    Failed episodes are left out. Masked ones are in the estimator's view, and not in `trained_T`.
-    """
-    scored = [
-        (number, (number, place) in played.masked, trajectory)
-        for number, group in enumerate(played.groups)
-        for place, trajectory in enumerate(group.trajectories)
-        if trajectory.is_trainable
-    ]
-    # a turn that several share is trained with the first of them: with a masked one where all of them are
-    scored.sort(key=lambda one: one[:2])
-    trajectories = [trajectory for _, _, trajectory in scored]
-    groups = [number for number, _, _ in scored]
-    masked = [is_masked for _, is_masked, _ in scored]
-    batch = Batch.of(trajectories)
-    inputs = advantage_inputs(
-        batch,
-        trajectories,
-        groups,
-        [played.sets[number] for number in groups],
-        train_observations=not config.loss_mask,
-        masked=masked,
-    )
-    masked_N = torch.tensor(masked, dtype=torch.bool)
-    parts: list[list[int]] = [[] for _ in range(config.updates)]
-    for row, trajectory in enumerate(batch.trajectory_T[batch.first_R].tolist()):
-        # as even as can be, so that there are as many updates as the recipe says
-        parts[groups[trajectory] * config.updates // len(played.groups)].append(row)
-    trained_T = inputs.loss_mask & ~masked_N[inputs.trajectory_T]
-    return replace(batch, trained_T=trained_T), inputs, [part for part in parts if part]
 
 
 def _with_old_logprobs(

@@ -162,7 +162,7 @@ class LeadingRanks(Ranks):
 
     def _perform(self, step: str, arguments: tuple[Any, ...]) -> Any:
         name = f"{STEP}/{self._steps}"
-        message = self._store.sign(f"{name}/message", pack_step([step, arguments]))
+        message = self._store.sign(f"{name}/message", pack_step(step, arguments))
         try:
             self._store.set(name, str(len(message)).encode())
             self._store.delete(f"{STEP}/{self._steps - 1}")

@@ -1,6 +1,6 @@
 """The training program: what every rank of a run does. Rank 0 alone plays episodes and owns the run's folder.
 
-    rank 0      plays, writes the run ── perform("update", batch) ──┐
+    rank 0      plays, writes the run ── perform("update", rows) ──┐
     every rank  load_model ─ open_stage ─ update ... update ─ save ─┴─ ...
 
 A program is a handful of collective steps, the same on every rank and in the same order. Rank 0 names the
@@ -95,15 +95,15 @@ class Program:
         """Make what else the stage reads; `folder` has the weights that it began with, where it needs them."""
         self.opened.prepare(source, folder)
 
-    def update(self, batch: Any, settings: StepSettings) -> dict[str, float]:
+    def update(self, rows: Any, settings: StepSettings) -> dict[str, float]:
         """Learn from a step's rows; the weights that are sampled here are the new ones then."""
-        metrics = self.opened.update(batch, settings)
+        metrics = self.opened.update(rows, settings)
         self._gather()
         return metrics
 
-    def measure(self, batch: Any) -> float:
+    def measure(self, rows: Any) -> float:
         """The loss on rows that are not learned from."""
-        return self.opened.measure(batch)
+        return self.opened.measure(rows)
 
     def restart(self, source: ModelSource | None, folder: Path) -> None:
         """Return to the weights that the stage began with."""
@@ -209,11 +209,11 @@ class StageTrainer(Generic[C]):
         assert source is not None, "a reference of all weights is read from somewhere"
         return self.program.load_frozen(source)
 
-    def update(self, batch: Any, settings: StepSettings) -> dict[str, float]:
+    def update(self, rows: Any, settings: StepSettings) -> dict[str, float]:
         """Change the weights."""
         raise NotImplementedError
 
-    def measure(self, batch: Any) -> float:
+    def measure(self, rows: Any) -> float:
         raise NotImplementedError
 
     def restart(self, source: ModelSource | None, folder: Path) -> None:

@@ -106,9 +106,9 @@ class Stage(Generic[C]):
         """This rank's part of it."""
         return self.context.ranks.program.opened
 
-    def update(self, batch: Any, settings: StepSettings) -> dict[str, float]:
+    def update(self, rows: Any, settings: StepSettings) -> dict[str, float]:
         """Change the weights on all ranks; the engine's model has them then."""
-        found: dict[str, float] = self.context.ranks.perform("update", batch, settings)
+        found: dict[str, float] = self.context.ranks.perform("update", rows, settings)
         return found
 
     def keep_start(self) -> None:

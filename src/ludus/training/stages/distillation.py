@@ -16,10 +16,9 @@ arXiv:2306.13649. Lu et al., "On-Policy Distillation", Thinking Machines Lab, 20
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +82,7 @@ class DistillationStage(Stage[DistillationConfig]):
         await self.context.pause_sampling()
         ready = time.perf_counter()
         with self.updating_weights():
-            metrics = self.update(said, StepSettings(number))
+            metrics = self.update(Batch.of(said), StepSettings(number))
         self._rollouts.trained(batch)
         metrics |= rollout_metrics(played.groups)
         metrics |= timing_metrics(played.groups, ready - started, time.perf_counter() - ready)
@@ -107,15 +106,14 @@ class DistillationTrainer(StageTrainer[DistillationConfig]):
         assert source is not None
         self.teacher = self.program.load_frozen(source)
 
-    def update(self, batch: Any, settings: StepSettings) -> dict[str, float]:
-        return distill(self.learner, batch, self.teacher, settings.number)
+    def update(self, rows: Batch, settings: StepSettings) -> dict[str, float]:
+        return distill(self.learner, rows, self.teacher, settings.number)
 
 
 def distill(
-    learner: Learner, trajectories: Sequence[Trajectory], teacher: nn.Module, at: int | None = None
+    learner: Learner, batch: Batch, teacher: nn.Module, at: int | None = None
 ) -> dict[str, float]:
     """One step on what the student said; `reverse_kl` is the mean of log p - log q over its tokens."""
-    batch = Batch.of(trajectories)
     if not len(batch):
         return {}
     teacher_T = learner.logprobs(batch, teacher)

@@ -170,26 +170,48 @@ def has_equal_sides(pair: Pair) -> bool:
     return chosen.lengths == rejected.lengths and torch.equal(chosen.tokens_T, rejected.tokens_T)
 
 
+@dataclass(frozen=True, slots=True)
+class PreferenceRows:
+    """The rows of a step, as every rank gets them."""
+
+    batch: Batch
+    """Pairs stand as chosen, rejected, chosen, ..."""
+    good_N: Tensor
+    """bool: whether the episode is preferred, or desirable."""
+    crossed: Batch
+    """For KTO: each prompt with the next answer to another."""
+    crossings: int
+    """How many of these there are."""
+
+
+def preference_rows(
+    given: Sequence[Pair | Labelled], config: PreferenceConfig, limit: int | None
+) -> PreferenceRows:
+    """The rows of these pairs, or of labelled episodes for KTO; the model reads `limit` tokens at most."""
+    labelled = [one for item in given for one in _apart(item)]
+    episodes = [one.trajectory for one in labelled]
+    good_N = torch.tensor([one.good for one in labelled], dtype=torch.bool)
+    crossed = _crossed(episodes, limit) if config.loss == "kto" else []
+    return PreferenceRows(Batch.of(episodes), good_N, Batch.of(crossed), len(crossed))
+
+
 def prefer(
     learner: Learner,
-    given: Sequence[Pair | Labelled],
+    rows: PreferenceRows,
     reference: nn.Module | None,
     config: PreferenceConfig,
     at: int | None = None,
 ) -> dict[str, float]:
-    """One step on these pairs, or on labelled episodes for KTO; without any, nothing happens.
+    """One step on pairs, or on labelled episodes for KTO; without any, nothing happens.
 
     Of the metrics, `accuracy` is the share of pairs that the policy already ranks as wanted (for KTO: of
     episodes on their side of the reference point), `margin` the mean reward of preferred less rejected ones.
     """
-    if not given:
+    batch, good_N = rows.batch, rows.good_N
+    if not len(good_N):
         return {}
-    labelled = [one for item in given for one in _apart(item)]
-    episodes = [one.trajectory for one in labelled]
-    batch = Batch.of(episodes)
-    policy_N, reference_N, tokens_N = _scored(learner, reference, batch, len(episodes))
-    anchor = _anchor(learner, reference, episodes) if config.loss == "kto" else 0.0
-    good_N = torch.tensor([one.good for one in labelled])
+    policy_N, reference_N, tokens_N = _scored(learner, reference, batch, len(good_N))
+    anchor = _anchor(learner, reference, rows)
     policy_N.requires_grad_()
     scores = Scores(policy_N, reference_N, tokens_N, good_N, anchor)
     loss_P, reward_N = LOSSES[config.loss](scores, config)
@@ -225,12 +247,16 @@ def _scored(
     return policy_N, reference_N, summed(batch.action_T)
 
 
-def _anchor(learner: Learner, reference: nn.Module | None, episodes: Sequence[Trajectory]) -> float:
-    """KTO's z0, from each episode's prompt with the next answer to another, as far as the model can read them.
+def _anchor(learner: Learner, reference: nn.Module | None, rows: PreferenceRows) -> float:
+    """KTO's z0; 0 where all prompts are the same, as where policy and reference agree."""
+    if not rows.crossings:
+        return 0.0
+    policy_N, reference_N, _ = _scored(learner, reference, rows.crossed, rows.crossings)
+    return max(0.0, float((policy_N - reference_N).mean()))
 
-    Where all prompts are the same there is no such answer, and z0 is 0, as where policy and reference agree.
-    """
-    limit = context_limit(learner.model)
+
+def _crossed(episodes: Sequence[Trajectory], limit: int | None) -> list[Trajectory]:
+    """Each episode's prompt with the next answer to another, as far as the model can read them."""
     prompts = [[token for segment in _prompt(one) for token in segment.tokens] for one in episodes]
     crossed = []
     for place, one in enumerate(episodes):
@@ -238,11 +264,7 @@ def _anchor(learner: Learner, reference: nn.Module | None, episodes: Sequence[Tr
         other = next((i for i in following if prompts[i] != prompts[place]), None)
         if other is not None:
             crossed.append(mismatched(one, episodes[other]))
-    fitting = [one for one in crossed if limit is None or len(one.tokens) <= limit]
-    if not fitting:
-        return 0.0
-    policy_N, reference_N, _ = _scored(learner, reference, Batch.of(fitting), len(fitting))
-    return max(0.0, float((policy_N - reference_N).mean()))
+    return [one for one in crossed if limit is None or len(one.tokens) <= limit]
 
 
 def _prompt(episode: Trajectory) -> list[Segment]:
@@ -336,7 +358,8 @@ class PreferenceStage(Stage[PreferenceConfig]):
         await self.context.pause_sampling()
         metrics["pairs"] = len(learned)
         with self.updating_weights():
-            metrics |= self.update(learned, StepSettings(number))
+            rows = preference_rows(learned, self.config, context_limit(self.context.policy))
+            metrics |= self.update(rows, StepSettings(number))
         if self._rollouts is not None and batch is not None:
             self._rollouts.trained(batch)
         return StepResult({**metrics, "step_seconds": time.perf_counter() - started}, groups)
@@ -373,8 +396,8 @@ class PreferenceTrainer(StageTrainer[PreferenceConfig]):
     def prepare(self, source: ModelSource | None, folder: Path) -> None:
         self.reference = self.load_start(source, folder)
 
-    def update(self, batch: Any, settings: StepSettings) -> dict[str, float]:
-        return prefer(self.learner, batch, self.reference, self.config, settings.number)
+    def update(self, rows: PreferenceRows, settings: StepSettings) -> dict[str, float]:
+        return prefer(self.learner, rows, self.reference, self.config, settings.number)
 
 
 _ALL_EQUAL = "{source}: in every pair both sides say the same, so there is nothing to learn"

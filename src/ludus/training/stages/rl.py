@@ -14,7 +14,6 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -39,7 +38,7 @@ from ludus.training.models.lora import is_adapted
 from ludus.training.models.references import load_synced, save_synced, sync_reference
 from ludus.training.models.sharded import ModelSource, hollow_model, shard_values
 from ludus.training.optim.critic import Critic
-from ludus.training.optim.policy_update import algorithm_of, policy_update
+from ludus.training.optim.policy_update import PolicyRows, algorithm_of, policy_rows, policy_update
 from ludus.training.optim.sharding import ShardedModel
 from ludus.training.player import GroupPlan, LocalPlayer
 from ludus.training.ranks.program import Program, StagePlan, StageTrainer, StepSettings
@@ -198,7 +197,8 @@ class RLStage(Stage[RLConfig]):
         if self._replay is not None:
             batch = self._replay.mixed(played, number, version)
             self._replay.add(played, version)
-        metrics = self.update(batch, StepSettings(number, self._kl, version))
+        rows = policy_rows(batch, self.config)
+        metrics = self.update(rows, StepSettings(number, self._kl, version))
         return metrics | (batch.metrics if self._replay is not None else {})
 
     def _measured(
@@ -288,12 +288,12 @@ class RLTrainer(StageTrainer[RLConfig]):
                 )
             self.critic = Critic(program.policy, settings, total, self.plan.seed, values)
 
-    def update(self, batch: Any, settings: StepSettings) -> dict[str, float]:
+    def update(self, rows: PolicyRows, settings: StepSettings) -> dict[str, float]:
         config, critic, step = self.config, self.critic, settings.number
         warming_up = critic is not None and critic.is_warming_up(step)
         metrics = policy_update(
             self.learner,
-            batch,
+            rows,
             config,
             reference=self.reference,
             critic=critic,

@@ -107,9 +107,9 @@ class SFTStage(Stage[SFTConfig]):
         seed = key(self.context.recipe.seed, "warm start")
         batch = items_of_step(self._demonstrations, number, self.config.batch, seed)
         with self.updating_weights():
-            metrics = self.update(batch, StepSettings(number))
+            metrics = self.update(Batch.of(batch), StepSettings(number))
         if self._held_out and self._is_due(number + 1):
-            metrics["held_out_loss"] = self.context.ranks.perform("measure", self._held_out)
+            metrics["held_out_loss"] = self.context.ranks.perform("measure", Batch.of(self._held_out))
         return StepResult({**metrics, "step_seconds": time.perf_counter() - started})
 
     def _is_due(self, done: int) -> bool:
@@ -127,18 +127,15 @@ class SFTStage(Stage[SFTConfig]):
 class SFTTrainer(StageTrainer[Any]):
     """Trainer of supervised fine-tuning, for episodes of any origin."""
 
-    def update(self, batch: Any, settings: StepSettings) -> dict[str, float]:
-        return sft_step(self.learner, batch, settings.number)
+    def update(self, rows: Batch, settings: StepSettings) -> dict[str, float]:
+        return sft_step(self.learner, rows, settings.number)
 
-    def measure(self, batch: Any) -> float:
-        return loss_on(self.learner, batch)
+    def measure(self, rows: Batch) -> float:
+        return loss_on(self.learner, rows)
 
 
-def sft_step(
-    learner: Learner, trajectories: Sequence[Trajectory], at: int | None = None
-) -> dict[str, float]:
-    """One step of supervised fine-tuning on the actions of these episodes; `at` is its place in the plan."""
-    batch = Batch.of(trajectories)
+def sft_step(learner: Learner, batch: Batch, at: int | None = None) -> dict[str, float]:
+    """One step of supervised fine-tuning on the actions of these rows; `at` is its place in the plan."""
     weights_T = by_token(batch.trajectory_T, batch.action_T)
     return learner.step_on(replace(batch, weights_T=weights_T), _negative_log_likelihood, at=at)
 
@@ -149,12 +146,10 @@ def _negative_log_likelihood(
     return -logprobs_A, {}
 
 
-def loss_on(learner: Learner, trajectories: Sequence[Trajectory]) -> float:
-    """The mean of -log p over what was said in these episodes, without learning from them."""
-    batch, config = Batch.of(trajectories), learner.config
-    found_T = logprobs_of(
-        learner.model, batch, 1.0, config.micro_batch_tokens, share=config.share_prefixes
-    )
+def loss_on(learner: Learner, batch: Batch) -> float:
+    """The mean of -log p over what was said in these rows, without learning from them."""
+    budget, share = learner.config.micro_batch_tokens, learner.config.share_prefixes
+    found_T = logprobs_of(learner.model, batch, 1.0, budget, share=share)
     return -float(found_T[batch.action_T].double().mean())
 
 
@@ -221,7 +216,7 @@ class RejectionStage(Stage[RejectionConfig]):
                 if place == 0 and self.config.restart:
                     self.context.ranks.perform("restart", self.start_source(), self.folder)
                 at = place if self.config.restart else number
-                metrics |= self.update(batch, StepSettings(at))
+                metrics |= self.update(Batch.of(batch), StepSettings(at))
         return StepResult({**metrics, "step_seconds": time.perf_counter() - started}, groups)
 
     @classmethod
