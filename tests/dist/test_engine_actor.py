@@ -20,7 +20,7 @@ from local_replica import TrainedModel
 from ludus.dist import engines
 from ludus.dist.engines import EngineActor
 from ludus.engine import EmbeddedEngine, EngineConfig
-from ludus.engine.replicas.frames import pack_tokens, unpack_logprobs
+from ludus.engine.replicas.served import pack_tokens, unpack_logprobs
 from ludus.engine.replicas.weights import WEIGHTS
 
 SHARED = Path("/dev/shm")

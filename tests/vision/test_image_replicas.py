@@ -29,14 +29,14 @@ from ludus.engine.replicas import (
     ReplicaSettings,
     ReplicatedEngine,
 )
-from ludus.engine.replicas.frames import (
+from ludus.engine.replicas.process import RequestedReplica
+from ludus.engine.replicas.served import (
+    ServedEngine,
     pack_images,
     pack_tokens,
     unpack_images,
     unpack_tokens,
 )
-from ludus.engine.replicas.requested import RequestedReplica
-from ludus.engine.replicas.served import ServedEngine
 from ludus.model import context_limit, images_of, use_ludus_attention, vocabulary_size
 from ludus.training import load_model
 from ludus.training.config.model import ModelConfig

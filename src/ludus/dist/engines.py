@@ -25,8 +25,7 @@ from ludus.core.failures import EngineError
 from ludus.core.messages import Json
 from ludus.dist.actors import RunActor
 from ludus.dist.cluster import Claim, RayCluster, cause_of, in_group, load_ray
-from ludus.engine.replicas.process import ReplicaSettings
-from ludus.engine.replicas.requested import RequestedReplica, checked
+from ludus.engine.replicas.process import ReplicaSettings, RequestedReplica, checked
 from ludus.engine.replicas.served import ServedEngine
 from ludus.engine.replicas.weights import WEIGHTS, copy_into, load_into
 from ludus.remote.channel import Frame

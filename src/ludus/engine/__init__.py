@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from ludus.core.registry import lazy_exports
 
 if TYPE_CHECKING:
-    from ludus.engine.canary import Canary, CanaryError
     from ludus.engine.config import ENGINES, EngineConfig, EngineSetup, EngineStats
     from ludus.engine.embedded.block_manager import BlockManager, BlockPool, BlockTable
     from ludus.engine.embedded.callers import AdmissionQueue
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from ludus.engine.embedded.request import Request, StopChecker
     from ludus.engine.embedded.scheduler import Scheduler
     from ludus.engine.fake import FakeCall, FakeEngine
+    from ludus.engine.replicas.weights import Canary, CanaryError
 
 __all__ = [
     "ENGINES",

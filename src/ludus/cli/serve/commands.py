@@ -8,39 +8,21 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ludus.cli.serve.mcp import serve_mcp
-from ludus.cli.serve.model import serve_model
+from ludus.cli.serve.model import serve_model, serve_vllm
 from ludus.cli.serve.options import (
-    ClientSeconds,
-    Concurrency,
     ConfigOption,
-    DrainSeconds,
-    HeldBytes,
-    Host,
-    IdleSeconds,
-    KeepaliveSeconds,
-    MaxBodyBytes,
-    MaxSessions,
-    NoToken,
-    OrphanSeconds,
-    Port,
-    Queue,
-    Quiet,
+    Serving,
     Settings,
-    TokenFile,
-    Verbose,
     announcing,
-    chosen_token,
     env_reference,
-    log_level,
     private_stdout,
-    server_config,
     tools_file,
+    with_server_options,
 )
-from ludus.cli.serve.vllm import serve_vllm
 from ludus.core.failures import ConfigError
 
 if TYPE_CHECKING:
+    from ludus.core.task import Task
     from ludus.serve import ServerConfig
     from ludus.tools.hosting import ToolReference
 
@@ -56,7 +38,6 @@ Isolated = Literal["none", "thread", "process"]
 
 serve_app.command("vllm")(serve_vllm)
 serve_app.command("model")(serve_model)
-serve_app.command("mcp")(serve_mcp)
 
 
 @serve_app.callback()
@@ -65,6 +46,7 @@ def _serve() -> None:
 
 
 @serve_app.command("tools")
+@with_server_options()
 def serve_tools(
     references: Annotated[
         list[str] | None,
@@ -75,52 +57,26 @@ def serve_tools(
         ),
     ] = None,
     settings: ConfigOption = None,
-    host: Host = "127.0.0.1",
-    port: Port = 0,
     backend: Annotated[
         Backend, typer.Option(help="Where tools run: this process, worker processes, Ray actors.")
     ] = "local",
     workers: Annotated[int, typer.Option(min=1, help="Processes or actors.")] = 2,
-    concurrency: Concurrency = 256,
-    queue: Queue = 4096,
     limit: Annotated[
         list[str] | None, typer.Option(help="Calls of one tool that run at once: NAME=NUMBER.")
     ] = None,
-    max_sessions: MaxSessions = 16_384,
-    idle_seconds: IdleSeconds = 1800.0,
-    drain_seconds: DrainSeconds = 30.0,
-    orphan_seconds: OrphanSeconds = 5.0,
-    client_seconds: ClientSeconds = 30.0,
-    keepalive_seconds: KeepaliveSeconds = 75.0,
-    max_body_bytes: MaxBodyBytes = 8_000_000,
-    held_bytes: HeldBytes = 32_000_000,
-    token_file: TokenFile = None,
-    no_token: NoToken = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    *,
+    serving: Serving,
 ) -> None:
     """Serve tools to runs elsewhere. Prints {"address": ...} when it is ready; SIGTERM drains it."""
-    config = server_config(
-        host=host,
-        port=port,
-        concurrency=concurrency,
-        queue=queue,
-        tool_concurrency=_limits(limit or []),
-        max_sessions=max_sessions,
-        idle_seconds=idle_seconds,
-        drain_seconds=drain_seconds,
-        orphan_seconds=orphan_seconds,
-        client_seconds=client_seconds,
-        keepalive_seconds=keepalive_seconds,
-        max_body_bytes=max_body_bytes,
-        held_bytes=held_bytes,
-    )
-    token, kept = chosen_token(token_file, no_token, host)
-    level = log_level(quiet, verbose)
-    _run(_tools(references or [], settings), backend, workers, config, token, kept, level)
+    config = serving.config(tool_concurrency=_limits(limit or []))
+    file = tools_file(settings)
+    if not references and not file.tools:
+        raise ConfigError("name at least one tool, or give --config with a list tools = [...]")
+    _run([*(references or ()), *file.references], backend, workers, config, serving)
 
 
 @serve_app.command("env")
+@with_server_options(concurrency=1024, idle_seconds=900.0)
 def serve_env(
     references: Annotated[
         list[str] | None,
@@ -151,42 +107,14 @@ def serve_env(
     max_idle: Annotated[
         float, typer.Option(help="Seconds until an instance that no session holds is closed.")
     ] = 600.0,
-    host: Host = "127.0.0.1",
-    port: Port = 0,
-    concurrency: Concurrency = 1024,
-    queue: Queue = 4096,
-    max_sessions: MaxSessions = 16_384,
-    idle_seconds: IdleSeconds = 900.0,
-    drain_seconds: DrainSeconds = 30.0,
-    orphan_seconds: OrphanSeconds = 5.0,
-    client_seconds: ClientSeconds = 30.0,
-    keepalive_seconds: KeepaliveSeconds = 75.0,
-    max_body_bytes: MaxBodyBytes = 8_000_000,
-    held_bytes: HeldBytes = 32_000_000,
-    token_file: TokenFile = None,
-    no_token: NoToken = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    *,
+    serving: Serving,
 ) -> None:
     """Serve environments to runs elsewhere, which name the address: envs = { craft = "http://host:port" }.
 
     Prints {"address": ...} when it is ready; SIGTERM drains it.
     """
-    config = server_config(
-        host=host,
-        port=port,
-        concurrency=concurrency,
-        queue=queue,
-        max_sessions=max_sessions,
-        idle_seconds=idle_seconds,
-        drain_seconds=drain_seconds,
-        orphan_seconds=orphan_seconds,
-        client_seconds=client_seconds,
-        keepalive_seconds=keepalive_seconds,
-        max_body_bytes=max_body_bytes,
-        held_bytes=held_bytes,
-    )
-    token, kept = chosen_token(token_file, no_token, host)
+    config = serving.config()
     pool: Settings = {"size": size, "spares": spares, "isolation": isolation, "max_idle": max_idle}
     pool |= {"step_timeout": step_timeout, "reset_timeout": reset_timeout, "max_wait": max_wait}
     served: list[ToolReference] = [env_reference(reference, pool) for reference in references or ()]
@@ -196,16 +124,7 @@ def serve_env(
         served.append(one)
     if len(served) == 1:
         raise ConfigError("name at least one environment, or give --config with a table [envs]")
-    level = log_level(quiet, verbose)
-    _run(served, "local" if replicas == 1 else "processes", replicas, config, token, kept, level)
-
-
-def _tools(references: list[str], settings: Path | None) -> list[ToolReference]:
-    """The tools of the command line and of the file, and where they run."""
-    file = tools_file(settings)
-    if not references and not file.tools:
-        raise ConfigError("name at least one tool, or give --config with a list tools = [...]")
-    return [*references, *file.references]
+    _run(served, "local" if replicas == 1 else "processes", replicas, config, serving)
 
 
 def _run(
@@ -213,16 +132,14 @@ def _run(
     backend: Backend,
     workers: int,
     config: ServerConfig,
-    token: str | None,
-    token_file: Path | None,
-    log_level: int,
+    serving: Serving,
 ) -> None:
     from ludus.envs.served import LOADER, load_served
     from ludus.serve import ToolServer, serve_until_told
-    from ludus.serve.telemetry import log_as_json
     from ludus.tools.hosting import LocalHost, ProcessHost, ToolHost
 
-    log_as_json(level=log_level)
+    token, token_file = serving.token()
+    serving.log()
     announce = private_stdout()
 
     def make_host() -> ToolHost:
@@ -249,3 +166,104 @@ def _limits(texts: list[str]) -> dict[str, int]:
             raise ConfigError(f"--limit is written NAME=NUMBER, not {text!r}")
         limits[name] = int(number)
     return limits
+
+
+_NOT_OF_MCP = (
+    "concurrency", "queue", "drain_seconds", "orphan_seconds", "client_seconds", "keepalive_seconds",
+    "max_body_bytes", "held_bytes",
+)  # fmt: skip
+
+
+@serve_app.command("mcp")
+@with_server_options(_NOT_OF_MCP, max_sessions=256)
+def serve_mcp(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Tools (python, bash, file.py:function, ...) and environments (textcraft, env:file.py:Class).",
+            metavar="NAME...",
+            show_default=False,
+        ),
+    ] = None,
+    settings: ConfigOption = None,
+    http: Annotated[
+        bool,
+        typer.Option("--http", help="Streamable HTTP at /mcp, instead of standard input and output."),
+    ] = False,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            help="Tasks of the environments, as in a recipe; a prebuilt one's own if left out."
+        ),
+    ] = None,
+    *,
+    serving: Serving,
+) -> None:
+    """Serve tools and environments to other agents, as an MCP server; each session has its own sandbox.
+
+    Over stdio it is started by its client; with --http it prints {"address": ...} when it is ready.
+    """
+    from ludus.serve.server import check_exposure, serve_until_told
+
+    serving.log(quiet=not http)
+    references, worlds = _tools_and_envs(names or [], settings)
+    given = _tasks_of(worlds, tasks)
+    token, kept = serving.token() if http else (None, None)
+    config = serving.config()
+    if http:
+        check_exposure(config.host, token)
+    try:
+        from ludus.serve.mcp import AgentSessions, McpServer, serve_stdio
+    except ModuleNotFoundError as error:
+        from ludus.core.failures import MissingExtraError
+
+        raise MissingExtraError("mcp", "mcp", "serving as an MCP server") from error
+
+    async def serve() -> None:
+        from ludus.envs.served import load_served
+        from ludus.tools.hosting import LocalHost
+
+        served = LocalHost(lambda: load_served(references))
+        sessions = AgentSessions(
+            served, given, most=config.max_sessions, idle_seconds=config.idle_seconds
+        )
+        try:
+            await served.start()
+            if http:
+                server = McpServer(sessions, config.host, config.port, token)
+                await serve_until_told(server, announcing(private_stdout(), kept))
+            else:
+                await serve_stdio(sessions)
+        finally:
+            await sessions.close_all()
+            await served.stop()
+
+    asyncio.run(serve())
+
+
+def _tasks_of(worlds: list[str], tasks: str | None) -> list[Task]:
+    """The tasks that agents may begin: those that are named, or a prebuilt environment's own."""
+    from ludus.core.task import Task
+    from ludus.envs import WORLDS
+    from ludus.rollouts.tasksets import load_tasks
+
+    if tasks is not None:
+        return list(load_tasks(tasks))
+    if len(worlds) == 1 and worlds[0] in WORLDS:
+        return list(WORLDS[worlds[0]].tasks("held_out"))
+    return [Task("start")] if worlds else []
+
+
+def _tools_and_envs(names: list[str], settings: Path | None) -> tuple[list[ToolReference], list[str]]:
+    """Tools to serve, and the environments among them: prebuilt names, and names prefixed with env:."""
+    from ludus.envs import WORLDS
+    from ludus.tools.library import TOOLS
+
+    file = tools_file(settings)
+    worlds = [name.removeprefix("env:") for name in names
+              if name.startswith("env:") or (name in WORLDS and name not in TOOLS)]  # fmt: skip
+    others = [name for name in names if name.removeprefix("env:") not in worlds]
+    if not names and not file.tools and not file.envs:
+        raise ConfigError("name at least one tool or environment, or give --config")
+    pool: Settings = {"size": 64}
+    return [*others, *(env_reference(name, pool) for name in worlds), *file.references], worlds

@@ -1,45 +1,28 @@
-"""`ludus serve model`: a model behind OpenAI's and Anthropic's APIs."""
+"""`ludus serve model`: a model behind OpenAI's and Anthropic's APIs. `ludus serve vllm`: one to train on."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+import os
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ludus.cli.serve.options import (
-    ClientSeconds,
-    DrainSeconds,
-    HeldBytes,
-    Host,
-    KeepaliveSeconds,
-    MaxBodyBytes,
-    NoToken,
-    Port,
-    Quiet,
-    TokenFile,
-    Verbose,
-    announcing,
-    chosen_token,
-    log_level,
-    private_stdout,
-    server_config,
-)
+from ludus.cli.serve.options import Serving, announcing, private_stdout, with_server_options
 from ludus.core.config import toml_table
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Json
 
 if TYPE_CHECKING:
-    from ludus.chat.renderer import History
-    from ludus.core.generation import Sampling
     from ludus.engine import EngineConfig
-    from ludus.serve import ServerConfig
-    from ludus.training.config.model import ModelConfig
 
 
+@with_server_options(
+    ("max_sessions", "idle_seconds", "orphan_seconds"), queue=1024, held_bytes=64_000_000
+)
 def serve_model(
     model: Annotated[
         str,
@@ -86,44 +69,28 @@ def serve_model(
             "replies wait for a step between two tokens. 8192 on a GPU, 512 elsewhere.",
         ),
     ] = None,
-    host: Host = "127.0.0.1",
-    port: Port = 0,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests that run at once.")] = 256,
-    queue: Annotated[int, typer.Option(min=0, help="Requests that wait; more get a 429.")] = 1024,
-    drain_seconds: DrainSeconds = 30.0,
-    client_seconds: ClientSeconds = 30.0,
-    keepalive_seconds: KeepaliveSeconds = 75.0,
-    max_body_bytes: MaxBodyBytes = 8_000_000,
-    held_bytes: HeldBytes = 64_000_000,
-    token_file: TokenFile = None,
-    no_token: NoToken = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    *,
+    serving: Serving,
 ) -> None:
     """Serve a model by OpenAI's and Anthropic's APIs: chat completions, responses, messages.
 
     Prints {"address": ...} when it is ready; SIGTERM drains it. Clients send the token as their API key.
     """
-    config = server_config(
-        host=host,
-        port=port,
-        concurrency=concurrency,
-        queue=queue,
-        drain_seconds=drain_seconds,
-        client_seconds=client_seconds,
-        keepalive_seconds=keepalive_seconds,
-        max_body_bytes=max_body_bytes,
-        held_bytes=held_bytes,
-    )
-    token, kept = chosen_token(token_file, no_token, host)
+    config = serving.config()
+    token, kept = serving.token()
 
+    from ludus.chat import Renderer, load_format
     from ludus.core.generation import Sampling
-    from ludus.serve.server import check_exposure
-    from ludus.serve.telemetry import log_as_json
+    from ludus.engine import EmbeddedEngine
+    from ludus.model import context_limit
+    from ludus.model.hf_model import device_of
+    from ludus.serve.model import CheckpointService, ModelServer
+    from ludus.serve.server import check_exposure, serve_until_told
     from ludus.training.config.model import ModelConfig
+    from ludus.training.models.loading import check_source, load_model
 
-    check_exposure(host, token)  # before minutes of loading
-    log_as_json(level=log_level(quiet, verbose))
+    check_exposure(config.host, token)  # before minutes of loading
+    serving.log()
     ready = announcing(private_stdout(), kept)
     where = _newest_checkpoint(model)
     told = _of_its_run(where) if chat_template_kwargs is None else toml_table(chat_template_kwargs)
@@ -141,47 +108,28 @@ def serve_model(
         sampling = Sampling(max_tokens=max_tokens, temperature=temperature)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    asyncio.run(
-        _serve(source, name or model, config, token, ready, sampling, format, history, tokens_per_step)
-    )
 
+    async def serve() -> None:
+        check_source(source)
+        loaded, tokenizer = load_model(source, seed=0)
+        engine = EmbeddedEngine(
+            loaded, tokenizer, _engine_config(tokens_per_step, device_of(loaded).type)
+        )
+        service = CheckpointService(
+            engine,
+            Renderer(tokenizer, load_format(format), history),
+            name or model,
+            config,
+            token=token,
+            sampling=sampling,
+            max_context=context_limit(loaded),
+        )
+        try:
+            await serve_until_told(ModelServer(service, config), ready)
+        finally:
+            await engine.close()
 
-async def _serve(
-    source: ModelConfig,
-    name: str,
-    config: ServerConfig,
-    token: str | None,
-    ready: Callable[[str], None],
-    sampling: Sampling,
-    format: str,
-    history: History,
-    tokens_per_step: int | None,
-) -> None:
-    """Load the model, and serve it until SIGINT or SIGTERM."""
-    from ludus.chat import Renderer, load_format
-    from ludus.engine import EmbeddedEngine
-    from ludus.model import context_limit
-    from ludus.model.hf_model import device_of
-    from ludus.serve.model import CheckpointService, ModelServer
-    from ludus.serve.server import serve_until_told
-    from ludus.training.models.loading import check_source, load_model
-
-    check_source(source)
-    loaded, tokenizer = load_model(source, seed=0)
-    engine = EmbeddedEngine(loaded, tokenizer, _engine_config(tokens_per_step, device_of(loaded).type))
-    service = CheckpointService(
-        engine,
-        Renderer(tokenizer, load_format(format), history),
-        name,
-        config,
-        token=token,
-        sampling=sampling,
-        max_context=context_limit(loaded),
-    )
-    try:
-        await serve_until_told(ModelServer(service, config), ready)
-    finally:
-        await engine.close()
+    asyncio.run(serve())
 
 
 def _engine_config(tokens_per_step: int | None, device: str) -> EngineConfig:
@@ -216,3 +164,45 @@ def _of_its_run(folder: str) -> Json:
         return dict(told.get("chat_template_kwargs", {}))
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return {}
+
+
+def serve_vllm(
+    recipe: Annotated[str, typer.Argument(help="A recipe's file, or the name of a prebuilt one.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Settings to change.", show_default=False),
+    ] = None,
+    python: Annotated[
+        str | None,
+        typer.Option(help="An interpreter that has vLLM: start the server. Without, show the command."),
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="Where the model is written; NAME-vllm when left out.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Give others an --extra='--api-key=...'.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    extra: Annotated[
+        list[str] | None, typer.Option(help="A further flag for vLLM, such as --extra=--enforce-eager.")
+    ] = None,
+) -> None:
+    """Start a vLLM server for a recipe, or show how. Train on it with cluster.servers."""
+    from ludus.engine.servers.vllm_server import ServeOptions, serve_command, shell_line
+    from ludus.training.config.parts import load_parts
+    from ludus.training.config.recipe_files import load_recipe
+    from ludus.training.rollout_engines import write_policy
+    from ludus.training.run_context import load_policy
+
+    settings = load_recipe(recipe, overrides or [])
+    place = (folder or Path(f"{settings.name}-vllm")).absolute()
+    if python is not None and shutil.which(python) is None:
+        raise ConfigError(f"--python {python}: there is no such program")
+    model, tokenizer = asyncio.run(load_policy(settings, load_parts(settings)))
+    written = write_policy(model, tokenizer, place)
+    options = ServeOptions(host, port, extra=tuple(extra or ()))
+    variables, command = serve_command(
+        python or "python", written.folder, written.dtype, written.context, written.on_cpu, options
+    )
+    typer.echo(shell_line(variables, command))
+    typer.echo(f"# then: ludus train {recipe} 'cluster.servers=[\"http://{host}:{port}\"]'", err=True)
+    if python is not None:
+        os.execvpe(python, command, {**os.environ, **variables})

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import typer
 
@@ -20,52 +23,120 @@ if TYPE_CHECKING:
     from ludus.tools.hosting import ToolReference, ToolsFile
 
 Settings = dict[str, Any]
+F = TypeVar("F", bound=Callable[..., Any])
 
-Host = Annotated[str, typer.Option(help="Address to listen on; one beyond loopback needs a token.")]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")]
-Concurrency = Annotated[int, typer.Option(min=1, help="Calls that run at once.")]
-Queue = Annotated[int, typer.Option(min=0, help="Calls that wait; more are refused.")]
-MaxSessions = Annotated[int, typer.Option(min=1, help="Sessions open at once.")]
-IdleSeconds = Annotated[float, typer.Option(help="Seconds until an unused session is closed.")]
-DrainSeconds = Annotated[float, typer.Option(help="Seconds for running calls to finish at the end.")]
-OrphanSeconds = Annotated[
-    float, typer.Option(help="Seconds that a call outlives its caller's connection.")
-]
-ClientSeconds = Annotated[float, typer.Option(help="Seconds to wait for a slow client.")]
-KeepaliveSeconds = Annotated[float, typer.Option(help="Seconds until an idle connection is closed.")]
-MaxBodyBytes = Annotated[int, typer.Option(min=1024, help="Bytes of the largest request.")]
-HeldBytes = Annotated[
-    int, typer.Option(min=1024, help="Large requests held at once, in bytes; more are read later.")
-]
-TokenFile = Annotated[
-    Path | None,
-    typer.Option(
-        help="A file with the token; LUDUS_TOKEN when left out, on loopback a token of your own."
-    ),
-]
-NoToken = Annotated[
-    bool, typer.Option("--no-token", help="Let every user of this machine call the server.")
-]
 ConfigOption = Annotated[
     Path | None,
     typer.Option(
         "--config", help="A TOML file with tools = [...] and tables sandbox and envs, as in a recipe."
     ),
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Log warnings only.")]
-Verbose = Annotated[bool, typer.Option("--verbose", help="Log every request and every call.")]
 
 
-def server_config(**settings: object) -> ServerConfig:
-    from ludus.serve import ServerConfig
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What the options that servers share say."""
 
-    return ServerConfig.parse(settings, "the command line")
+    settings: Settings
+    """Those of `ServerConfig`."""
+    token_file: Path | None
+    no_token: bool
+    quiet: bool
+    verbose: bool
+
+    def config(self, **more: object) -> ServerConfig:
+        from ludus.serve import ServerConfig
+
+        return ServerConfig.parse({**self.settings, **more}, "the command line")
+
+    def token(self) -> tuple[str | None, Path | None]:
+        """The token, and the file where clients find it if it was generated here."""
+        from ludus.tools.remote_http import is_loopback, own_token
+
+        file, given = self.token_file, os.environ.get("LUDUS_TOKEN")
+        if self.no_token and (file or given):
+            raise ConfigError(
+                "--no-token stands beside a token (--token-file or LUDUS_TOKEN); give one of them"
+            )
+        if file is not None:
+            try:
+                return file.read_text(encoding="ascii").strip(), file
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"--token-file {file}: {error}") from error
+        if self.no_token or given is not None or not is_loopback(self.settings["host"]):
+            return given or None, None
+        try:
+            return own_token()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"no token can be kept for your clients: {error}. Set LUDUS_TOKEN, or --no-token where "
+                "no other user has access to this machine"
+            ) from error
+
+    def log(self, *, quiet: bool = False) -> None:
+        """Make JSON lines on standard error the log of this process."""
+        from ludus.serve.telemetry import log_as_json
+
+        if self.quiet and self.verbose:
+            raise ConfigError("--quiet and --verbose: give one of them")
+        is_quiet = self.quiet or quiet
+        log_as_json(
+            level=logging.WARNING if is_quiet else logging.DEBUG if self.verbose else logging.INFO
+        )
 
 
-def log_level(quiet: bool, verbose: bool) -> int:
-    if quiet and verbose:
-        raise ConfigError("--quiet and --verbose: give one of them")
-    return logging.WARNING if quiet else logging.DEBUG if verbose else logging.INFO
+_O = typer.Option
+_SHARED: dict[str, tuple[Any, Any, Any]] = {
+    "host": (str, "127.0.0.1", _O(help="Address to listen on; one beyond loopback needs a token.")),
+    "port": (int, 0, _O(min=0, max=65535, help="0 takes a free one.")),
+    "concurrency": (int, 256, _O(min=1, help="Calls or requests that run at once.")),
+    "queue": (int, 4096, _O(min=0, help="Calls or requests that wait; more are refused.")),
+    "max_sessions": (int, 16_384, _O(min=1, help="Sessions open at once.")),
+    "idle_seconds": (float, 1800.0, _O(help="Seconds until an unused session is closed.")),
+    "drain_seconds": (float, 30.0, _O(help="Seconds for running calls to finish at the end.")),
+    "orphan_seconds": (float, 5.0, _O(help="Seconds that a call outlives its caller's connection.")),
+    "client_seconds": (float, 30.0, _O(help="Seconds to wait for a slow client.")),
+    "keepalive_seconds": (float, 75.0, _O(help="Seconds until an idle connection is closed.")),
+    "max_body_bytes": (int, 8_000_000, _O(min=1024, help="Bytes of the largest request.")),
+    "held_bytes": (int, 32_000_000, _O(min=1024, help="Bytes of large requests held at once.")),
+    "token_file": (Path | None, None, _O(
+        help="A file with the token; LUDUS_TOKEN when left out, on loopback a token of your own.")),
+    "no_token": (bool, False, _O("--no-token", help="Let every user of this machine call the server.")),
+    "quiet": (bool, False, _O("--quiet", help="Log warnings only.")),
+    "verbose": (bool, False, _O("--verbose", help="Log every request and every call.")),
+}  # fmt: skip
+"""The options that servers share, and their defaults."""
+
+
+def with_server_options(without: Collection[str] = (), **defaults: Any) -> Callable[[F], F]:
+    """Give a command the options of a server, behind its own; its parameter `serving` gets what they say.
+
+    Typer reads options from a signature, so that of the command is changed.
+    """
+
+    def decorate(command: F) -> F:
+        shared = [name for name in _SHARED if name not in without]
+        own = inspect.signature(command, eval_str=True).parameters.values()
+        parameters = [one for one in own if one.name != "serving"]
+        for name in shared:
+            kind, default, option = _SHARED[name]
+            annotation, default = Annotated[kind, option], defaults.get(name, default)
+            keyword = inspect.Parameter.KEYWORD_ONLY
+            parameters.append(inspect.Parameter(name, keyword, default=default, annotation=annotation))
+
+        @functools.wraps(command)
+        def called(**given: Any) -> Any:
+            of_server = {name: given.pop(name) for name in shared}
+            others = {
+                name: of_server.pop(name) for name in ("token_file", "no_token", "quiet", "verbose")
+            }
+            return command(**given, serving=Serving(of_server, **others))
+
+        called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        called.__annotations__ = {one.name: one.annotation for one in parameters}
+        return cast(F, called)
+
+    return decorate
 
 
 def env_reference(text: str, pool: Settings) -> ToolReference:
@@ -100,28 +171,3 @@ def private_stdout() -> int:
     private = os.dup(1)
     os.dup2(2, 1)
     return private
-
-
-def chosen_token(file: Path | None, no_token: bool, host: str) -> tuple[str | None, Path | None]:
-    """The token, and the file where clients find it if it was generated here."""
-    from ludus.tools.remote_http import is_loopback, own_token
-
-    given = os.environ.get("LUDUS_TOKEN")
-    if no_token and (file or given):
-        raise ConfigError(
-            "--no-token stands beside a token (--token-file or LUDUS_TOKEN); give one of them"
-        )
-    if file is not None:
-        try:
-            return file.read_text(encoding="ascii").strip(), file
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--token-file {file}: {error}") from error
-    if no_token or given is not None or not is_loopback(host):
-        return given or None, None
-    try:
-        return own_token()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"no token can be kept for your clients: {error}. Set LUDUS_TOKEN, or --no-token where "
-            "no other user has access to this machine"
-        ) from error

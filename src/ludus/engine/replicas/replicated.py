@@ -27,8 +27,7 @@ from typing import Any, TypeVar
 from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, Engine, FinishReason, OnTokens, Sampling, VersionSpan
 from ludus.core.messages import MediaSpan
-from ludus.engine.canary import Canary, CanaryError
-from ludus.engine.replicas.weights import Published, WeightFolders, WeightSource
+from ludus.engine.replicas.weights import Canary, CanaryError, Published, WeightFolders, WeightSource
 from ludus.remote.supervisor import Member, NoWorker, Restarts, Supervisor, WorkerDied
 from ludus.remote.time_limit import queueing
 

@@ -1,25 +1,26 @@
-"""An `EmbeddedEngine` that is asked by operations and bytes: what a replica's process and a Ray actor hold."""
+"""An `EmbeddedEngine` that is asked by operations and bytes: what a replica's process and a Ray actor hold.
+
+Payloads are the bodies of frames (`remote/channel.py`): tokens are int32, log-probabilities float64, so that
+nothing is rounded; images are the bytes of their files.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ludus.core.failures import InfraError, LudusError
-from ludus.core.generation import Sampling
+from ludus.core.generation import Completion, FinishReason, Sampling, VersionSpan, checked_context
 from ludus.core.lru import LruCache
 from ludus.core.messages import Json, MediaSpan
 from ludus.engine.config import EngineConfig
 from ludus.engine.embedded.engine import EmbeddedEngine
-from ludus.engine.replicas.frames import (
-    pack_completion,
-    pack_logprobs,
-    unpack_images,
-    unpack_tokens,
-)
+from ludus.engine.embedded.request import Decode
 from ludus.engine.replicas.weights import load_into, load_model
 
 _IMAGE_BYTES = 1 << 28
@@ -34,25 +35,21 @@ class _Missing(Exception):
         self.images = images
 
 
-class _Decoder:
-    """The folder's tokenizer, loaded when a request has the first stop string."""
+def _decoder(folder: Path) -> Decode:
+    """The folder's tokenizer, read while the folder is there: it goes when there are newer weights."""
+    from transformers import AutoTokenizer
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._tokenizer: Any = None
+    found: Any = None
+    if any(folder.glob("tokenizer*")):
+        found = AutoTokenizer.from_pretrained(str(folder))
 
-    def prepare(self) -> None:
-        """While the folder is there: it goes when there are newer weights."""
-        from transformers import AutoTokenizer
-
-        if any(self._folder.glob("tokenizer*")):
-            self._tokenizer = AutoTokenizer.from_pretrained(str(self._folder))
-
-    def __call__(self, tokens: Sequence[int]) -> str:
-        if self._tokenizer is None:
+    def decode(tokens: Sequence[int]) -> str:
+        if found is None:
             raise LudusError("stop strings need a tokenizer, and the model's folder has none")
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-        return str(self._tokenizer.decode(list(tokens), **options))
+        return str(found.decode(list(tokens), **options))
+
+    return decode
 
 
 class ServedEngine:
@@ -150,8 +147,64 @@ class ServedEngine:
             torch.set_num_threads(setup["threads"])
         folder = Path(setup["folder"])
         model = load_model(folder, setup["dtype"], setup["device"])
-        decoder = _Decoder(folder)
-        decoder.prepare()
         # the engine has this device to itself: a pause need not hand the KV cache's memory to a trainer
         config = EngineConfig.model_validate({**setup["engine"], "release_memory": "never"})
-        self._engine = EmbeddedEngine(model, decoder, config, version=setup["version"])
+        self._engine = EmbeddedEngine(model, _decoder(folder), config, version=setup["version"])
+
+
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    return checked_context(tokens).astype("<i4").tobytes()
+
+
+def pack_images(tokens: bytes, images: Mapping[str, bytes]) -> tuple[Json, bytes]:
+    """Packed tokens and the files of images behind them, by their hashes."""
+    head = {"images": [[sha256, len(data)] for sha256, data in images.items()]}
+    return head, b"".join((tokens, *images.values()))
+
+
+def unpack_images(head: Json, body: bytes) -> tuple[bytes, dict[str, bytes]]:
+    """Inverse of `pack_images`."""
+    sizes = head.get("images", [])
+    place = len(body) - sum(size for _, size in sizes)
+    tokens, images = body[:place], {}
+    for sha256, size in sizes:
+        images[sha256] = body[place : place + size]
+        place += size
+    return tokens, images
+
+
+def unpack_tokens(body: bytes) -> list[int]:
+    tokens: list[int] = np.frombuffer(body, "<i4").tolist()
+    return tokens
+
+
+def pack_logprobs(logprobs: Sequence[float]) -> bytes:
+    return np.asarray(logprobs, "<f8").tobytes()
+
+
+def unpack_logprobs(body: bytes) -> list[float]:
+    logprobs: list[float] = np.frombuffer(body, "<f8").tolist()
+    return logprobs
+
+
+def pack_completion(completion: Completion) -> tuple[Json, bytes]:
+    head = {
+        "finish": completion.finish.value,
+        "versions": [[span.start, span.version] for span in completion.versions],
+        "stop": completion.stop,
+        "cached_tokens": completion.cached_tokens,
+    }
+    tokens = np.asarray(completion.tokens, "<i4").tobytes()
+    return head, tokens + pack_logprobs(completion.logprobs)
+
+
+def unpack_completion(head: Json, body: bytes) -> Completion:
+    count = len(body) // 12
+    return Completion(
+        tokens=unpack_tokens(body[: 4 * count]),
+        logprobs=unpack_logprobs(body[4 * count :]),
+        finish=FinishReason(head["finish"]),
+        versions=tuple(VersionSpan(start, version) for start, version in head["versions"]),
+        stop=head["stop"],
+        cached_tokens=head["cached_tokens"],
+    )

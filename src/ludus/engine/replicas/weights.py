@@ -3,6 +3,12 @@
 A version is a folder in Hugging Face format, in shared memory where there is room. It appears whole, is never
 changed, and stays for as long as it is read or is the newest: an engine that comes back after a crash starts
 from it. What a killed process has left is removed by the next one.
+
+The canary: after new weights, a replica scores a fixed text (with an image, for a model that sees), and the
+trainer's own numbers must come back: an update that reports success can be half an update (a tensor that was
+not copied, a tied head that kept its old copy). The difference is the mean of |replica - trainer| over the
+tokens, in nats. In float32 rounding leaves 1e-5 at most, so that a tensor one small optimizer step behind
+is seen. In bfloat16 the two sides round differently by some hundredths: less is seen some updates later.
 """
 
 from __future__ import annotations
@@ -10,22 +16,27 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ludus.core.failures import EngineError
 from ludus.core.messages import MediaSpan
-from ludus.engine.canary import Canary
+from ludus.core.random import key, uniforms
 from ludus.model.hf_model import auto_class
+from ludus.model.image_files import noise_image
 from ludus.model.images import ImageProcessor, attach_images
 from ludus.remote.processes import ScratchFolder, remove_left_folders
 
@@ -40,6 +51,60 @@ PREFIX = "ludus-weights-"
 _SHARED_MEMORY = Path("/dev/shm")
 _VERSIONS = 2
 """How many folders there are at once while replicas go from one to the next."""
+
+
+CANARY_TOKENS = 64
+TOLERANCE = {"float32": 2e-4, "bfloat16": 0.15, "float16": 0.05}
+"""The largest mean difference in nats that counts as rounding."""
+
+
+class CanaryError(EngineError):
+    """A replica does not have the weights that it says it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """A fixed text, and how far two computations of its log-probabilities may be apart."""
+
+    tokens: tuple[int, ...]
+    tolerance: float
+    media: tuple[MediaSpan, ...] = ()
+
+    @classmethod
+    def of(
+        cls, vocabulary: int, context: int | None, dtype: str, images: ImageProcessor | None = None
+    ) -> Canary:
+        """For a model with so many tokens, of so many in a row; `dtype` is that of its weights.
+
+        `images` is how it is shown images. A context that no image fits into has none.
+        """
+        image = noise_image(0) if images is not None else None
+        shown = images.tokens(image) if images is not None and image is not None else []
+        if context is not None and len(shown) >= context:
+            image, shown = None, []
+        count = min(CANARY_TOKENS, context - len(shown)) if context else CANARY_TOKENS
+        drawn = (uniforms(key("canary"), np.arange(count)) * vocabulary).astype(np.int64)
+        tolerance = TOLERANCE.get(dtype, max(TOLERANCE.values()))
+        media = () if image is None else (MediaSpan(image.sha256, 0, len(shown), image.data),)
+        return cls((*shown, *drawn.tolist()), tolerance, media)
+
+    def check(self, expected: Sequence[float], found: Sequence[float], name: str, version: int) -> float:
+        """The mean difference; raises `CanaryError` where it is not what rounding leaves."""
+        if len(found) != len(expected):
+            raise CanaryError(
+                f"{name} scored {len(found)} of the canary's {len(expected)} tokens after the update to "
+                f"version {version}"
+            )
+        apart = [abs(a - b) for a, b in zip(expected, found, strict=True)]
+        mean = sum(apart) / len(apart)
+        if math.isfinite(mean) and mean <= self.tolerance:
+            return mean
+        raise CanaryError(
+            f"{name} does not have the weights of version {version}: the log-probabilities of a fixed text are "
+            f"{mean:.3g} nats from the trainer's on average (up to {max(apart):.3g}), where rounding leaves "
+            f"{self.tolerance:g}. The update was applied in part or not at all (a tied head that was not "
+            "updated looks like this), or the engine computes another model than the trainer"
+        )
 
 
 class WeightSource(Protocol):
@@ -137,16 +202,6 @@ def _roomy_place(size: int) -> Path:
     return temporary
 
 
-def _places(header: bytes) -> dict[str, Any]:
-    """Dtype, shape and place of each tensor.
-
-    The format of safetensors: the length of a header in 8 bytes, the header in JSON, then the tensors' bytes.
-    """
-    places: dict[str, Any] = json.loads(header)
-    places.pop("__metadata__", None)
-    return places
-
-
 def load_model(folder: Path, dtype: str, device: str) -> nn.Module:
     """The folder's causal LM, to be sampled and not to be trained. It sees where the folder has a processor."""
     model = _loaded(folder, getattr(torch, dtype))
@@ -167,23 +222,14 @@ def load_into(model: nn.Module, folder: Path) -> None:
     """
     own = model.state_dict()
     try:
-        with safe_open(folder / WEIGHTS, "pt") as file:
-            names = set(file.keys())
-            if _covers(names, own):
-                for name in names:
-                    _check_shape(name, file.get_slice(name).get_shape(), own[name])
-                for name in names:
-                    own[name].copy_(file.get_tensor(name))
-                return
+        found = load_file(folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise EngineError(f"{folder / WEIGHTS} cannot be read: {error}") from error
-    other = _loaded(folder, next(model.parameters()).dtype).state_dict()
-    if other.keys() != own.keys():
-        raise EngineError(f"{folder} has the weights of another model", retriable=False)
-    for name, tensor in other.items():
-        _check_shape(name, list(tensor.shape), own[name])
-    for name, tensor in other.items():
-        own[name].copy_(tensor)
+    if not _copied(found, own):
+        other = _loaded(folder, next(model.parameters()).dtype).state_dict()
+        if other.keys() != own.keys():
+            raise EngineError(f"{folder} has the weights of another model", retriable=False)
+        _copied(other, own)
 
 
 @torch.no_grad()
@@ -192,11 +238,23 @@ def copy_into(model: nn.Module, data: Any) -> bool:
 
     False, and nothing is changed, where their names are not the module's own.
     """
-    own, found = model.state_dict(), tensors_in(data)
-    if not _covers(set(found), own):
+    return _copied(tensors_in(data), model.state_dict())
+
+
+def _copied(found: dict[str, Tensor], own: dict[str, Any]) -> bool:
+    """Copy tensors in place; False where they are not all of the module's (of those that share memory, one)."""
+    if not found.keys() <= own.keys():
+        return False
+    covered = {own[name].data_ptr() for name in found}
+    if not all(tensor.data_ptr() in covered for tensor in own.values()):
         return False
     for name, tensor in found.items():
-        _check_shape(name, list(tensor.shape), own[name])
+        if tensor.shape != own[name].shape:
+            raise EngineError(
+                f"the new weights have {name} of shape {list(tensor.shape)}, and the model one of "
+                f"{list(own[name].shape)}: nothing was changed",
+                retriable=False,
+            )
     for name, tensor in found.items():
         own[name].copy_(tensor)
     return True
@@ -206,7 +264,9 @@ def tensors_in(data: Any) -> dict[str, Tensor]:
     """The tensors of a safetensors file, without a copy: they last as long as `data`, and are read only."""
     view = memoryview(data).cast("B")
     begin = 8 + int.from_bytes(view[:8], "little")
-    places = _places(bytes(view[8:begin]))
+    # the format of safetensors: the length of a header in 8 bytes, the header in JSON, then the tensors' bytes
+    places: dict[str, Any] = json.loads(bytes(view[8:begin]))
+    places.pop("__metadata__", None)
     found = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that they cannot be written to
@@ -216,23 +276,6 @@ def tensors_in(data: Any) -> dict[str, Tensor]:
             flat = torch.frombuffer(view, dtype=dtype, count=count, offset=begin + start)
             found[name] = flat.reshape(place["shape"])
     return found
-
-
-def _covers(names: set[str], own: dict[str, Any]) -> bool:
-    """Whether these are the module's tensors, all of them; of those that share memory one is enough."""
-    if not names <= own.keys():
-        return False
-    covered = {own[name].data_ptr() for name in names}
-    return all(tensor.data_ptr() in covered for tensor in own.values())
-
-
-def _check_shape(name: str, found: list[int], tensor: Tensor) -> None:
-    if list(found) != list(tensor.shape):
-        raise EngineError(
-            f"the new weights have {name} of shape {list(found)}, and the model one of {list(tensor.shape)}: "
-            "nothing was changed",
-            retriable=False,
-        )
 
 
 def _loaded(folder: Path, dtype: torch.dtype) -> nn.Module:
