@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ludus.sandbox import SandboxConfig
-from ludus.sandbox.engines import make_engine
+from ludus.sandbox.containers.engines import make_engine
 
 IMAGE = "localhost/ludus-test:1"
 PROGRAMS = (

@@ -14,7 +14,7 @@ from ludus.core import ConfigError, InfraError, Task
 from ludus.rewards import build_reward, synthetic_episode
 from ludus.rewards.code_tests import Programs
 from ludus.sandbox import Execution, Outcome, SandboxConfig, SessionLost, shared_sandbox
-from ludus.sandbox.process_session import ProcessSession
+from ludus.sandbox.processes.session import ProcessSession
 
 CONFIG = SandboxConfig(workers=1)
 on_sandbox = pytest.mark.asyncio(loop_scope="module")

@@ -31,7 +31,7 @@ from ludus.sandbox import (
     SessionEnded,
     SessionLost,
 )
-from ludus.sandbox.engines import KubernetesEngine, is_leftover, make_engine, merged, new_name
+from ludus.sandbox.containers.engines import KubernetesEngine, is_leftover, make_engine, merged, new_name
 
 
 def config(tier: str = "docker", **settings: Any) -> SandboxConfig:

@@ -22,11 +22,11 @@ from ludus.sandbox import (
     SessionEnded,
     SessionLost,
     close_shared_sandboxes,
-    isolation,
 )
-from ludus.sandbox.cgroups import ControlGroup
 from ludus.sandbox.guest import watch
-from ludus.sandbox.guest_process import GuestProcess, GuestRequest
+from ludus.sandbox.processes import isolation
+from ludus.sandbox.processes.cgroups import ControlGroup
+from ludus.sandbox.processes.guest_process import GuestProcess
 from ludus.tools.library import build_toolset
 
 HANG = (
@@ -127,7 +127,7 @@ async def test_a_session_that_no_code_has_run_in_is_ours(
 ) -> None:
     session = await box.session(limits=LIMITS.model_copy(update={"wall_seconds": 0.2}))
     never = asyncio.get_running_loop().create_future()
-    monkeypatch.setattr(GuestProcess, "ask", lambda *given, **named: GuestRequest(never))
+    monkeypatch.setattr(GuestProcess, "ask", lambda *given, **named: never)
     with pytest.raises(SessionLost):
         await session.write("x", b"1")
     await session.close()
@@ -158,7 +158,7 @@ async def test_a_session_that_made_room_for_others_stays_ours(
         running = asyncio.create_task(session.python("import time; time.sleep(60)"))
         await asyncio.sleep(0.5)
         counter.write_text("oom_kill 1\n")
-        os.kill(watch.tree(box._workers[0].pid)[-1], 9)
+        os.kill(watch.tree(box.backend.workers[0].pid)[-1], 9)
         with pytest.raises(SessionLost, match="all sessions together"):
             await running
         await asyncio.sleep(1.0)  # longer than the closed link is left to itself

@@ -21,14 +21,13 @@ from ludus.sandbox import (
     Session,
     SessionEnded,
     SessionLost,
-    cgroups,
     close_shared_sandboxes,
-    isolation,
     shared_sandbox,
 )
-from ludus.sandbox.cgroups import ControlGroup
 from ludus.sandbox.guest import watch
-from ludus.sandbox.worker import SandboxWorker
+from ludus.sandbox.processes import cgroups, isolation
+from ludus.sandbox.processes.cgroups import ControlGroup
+from ludus.sandbox.processes.worker import SandboxWorker
 from ludus.tools.library import build_toolset
 
 SOON = "import os, threading; threading.Timer(0.05, os._exit, (5,)).start()"
@@ -85,7 +84,7 @@ async def test_a_cancelled_execution_is_nobody_elses_doing() -> None:
 async def test_a_worker_that_dies_is_our_doing() -> None:
     async with Sandbox(SandboxConfig(workers=1)) as box:
         session = await box.session()
-        os.kill(box._workers[0].pid, 9)
+        os.kill(box.backend.workers[0].pid, 9)
         with pytest.raises(SessionLost):
             for _ in range(100):
                 await session.python("1")
@@ -110,7 +109,7 @@ def kernel_ends(box: Sandbox, group: Path | None) -> None:
     """What the kernel does when the group is full: the youngest process goes, and is counted."""
     if group is not None:
         group.write_text("oom 1\noom_kill 1\noom_group_kill 0\n")
-    os.kill(below(box._workers[0].pid)[-1], 9)
+    os.kill(below(box.backend.workers[0].pid)[-1], 9)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +220,7 @@ async def test_a_worker_that_dies_after_it_was_chosen_keeps_nobody_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with Sandbox(SandboxConfig(workers=1)) as box:
-        choose, chosen = box._acquire_start, iter([True])
+        choose, chosen = box.backend._acquire_start, iter([True])
 
         async def choose_and_kill() -> SandboxWorker:
             worker = await choose()
@@ -231,7 +230,7 @@ async def test_a_worker_that_dies_after_it_was_chosen_keeps_nobody_waiting(
                     await asyncio.sleep(0.01)
             return worker
 
-        monkeypatch.setattr(box, "_acquire_start", choose_and_kill)
+        monkeypatch.setattr(box.backend, "_acquire_start", choose_and_kill)
         async with asyncio.timeout(30):
             assert (await box.python("1 + 1")).value == "2"
 
@@ -251,13 +250,13 @@ async def test_a_worker_that_dies_while_others_start_is_replaced(
 
     before = children()
     async with Sandbox(SandboxConfig(workers=1)) as box:
-        box.config = box.config.model_copy(update={"workers": 3})
+        box.backend.config = box.config.model_copy(update={"workers": 3})
         monkeypatch.setattr(SandboxWorker, "start", start_and_die)
         with pytest.raises(SandboxError, match="as soon as it had started"):
-            await box.start()
-        assert len(box._workers) == 2
+            await box.backend.start()
+        assert len(box.backend.workers) == 2
         assert (await box.python("1 + 1")).value == "2"
-        assert len(box._workers) == 3 and all(worker.is_alive for worker in box._workers)
+        assert len(box.backend.workers) == 3 and all(worker.is_alive for worker in box.backend.workers)
     assert children() - before == set()
 
 

@@ -26,11 +26,11 @@ from ludus.sandbox import (
     SandboxConfig,
     SandboxError,
     SandboxUnavailable,
-    slirp,
 )
-from ludus.sandbox.cgroups import ControlGroup
 from ludus.sandbox.guest import watch
-from ludus.sandbox.worker import SandboxWorker
+from ludus.sandbox.processes import slirp
+from ludus.sandbox.processes.cgroups import ControlGroup
+from ludus.sandbox.processes.worker import SandboxWorker
 
 on_sandbox = pytest.mark.asyncio(loop_scope="module")
 IN_FLIGHT = """
@@ -275,7 +275,7 @@ if os.getuid() == 0:
 from ludus.sandbox import Sandbox, SandboxConfig
 async def main():
     async with Sandbox(SandboxConfig(workers=1)) as box:
-        print(box.layers.active["control group"], open(f"/proc/{box._workers[0].pid}/cgroup").read())
+        print(box.layers.active["control group"], open(f"/proc/{box.backend.workers[0].pid}/cgroup").read())
 asyncio.run(main())
 """
 
@@ -291,7 +291,7 @@ def test_an_ordinary_user_with_a_part_of_the_hierarchy_gets_a_control_group(tmp_
             os.chown(path, 65534, 65534)
         with tempfile.TemporaryDirectory() as folder:
             Path(folder).chmod(0o777)
-            paths = [str(Path(__file__).parent), str(Path(slirp.__file__).parents[2])]
+            paths = [str(Path(__file__).parent), str(Path(slirp.__file__).parents[3])]
             done = subprocess.run(
                 [
                     "sh",
@@ -328,7 +328,7 @@ async def test_threads_count_as_processes(box: Sandbox) -> None:
 @on_sandbox
 async def test_processes_of_any_name_are_looked_after(box: Sandbox) -> None:
     """A process's name is in what /proc says of it, as the bytes that its code has chosen."""
-    replaced = box.replaced
+    replaced = box.backend.replaced
     async with AsyncExitStack() as stack:
         neighbour, *hostile = [
             await stack.enter_async_context(await box.session()) for _ in range(len(NAMES) + 1)
@@ -345,7 +345,7 @@ async def test_processes_of_any_name_are_looked_after(box: Sandbox) -> None:
             with pytest.raises(CannotFork, match="child process"):
                 await session.fork()
         assert (await neighbour.python("x + 1")).value == "42"
-    assert box.replaced == replaced
+    assert box.backend.replaced == replaced
 
 
 def crowd(mb: int, forks: int, seconds: float, *, copies: bool) -> str:

@@ -25,11 +25,11 @@ from ludus.sandbox import (
     SandboxConfig,
     SandboxError,
     SandboxUnavailable,
-    isolation,
 )
-from ludus.sandbox.cgroups import ControlGroup, make_group
 from ludus.sandbox.guest import confinement, frames, kernel, seccomp
-from ludus.sandbox.guest_io import ControlChannel, OutputPipe
+from ludus.sandbox.processes import isolation
+from ludus.sandbox.processes.cgroups import ControlGroup, make_group
+from ludus.sandbox.processes.guest_process import ControlChannel, OutputPipe
 from ludus.sandbox.result import ProcessExit, execution_of, unfinished
 
 HEADERS = st.dictionaries(st.text(), st.none() | st.integers() | st.text() | st.lists(st.booleans()))

@@ -144,7 +144,7 @@ async def test_a_session_that_we_lost_is_our_failure(
     async def lost(*args: object, **named: object) -> None:
         raise SessionLost("the worker died")
 
-    monkeypatch.setattr("ludus.sandbox.process_session.ProcessSession.python", lost)
+    monkeypatch.setattr("ludus.sandbox.processes.session.ProcessSession.python", lost)
     with pytest.raises(InfraError) as caught:
         await desk("python", code="2")
     assert caught.value.boundary == "sandbox"

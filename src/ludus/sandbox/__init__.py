@@ -4,6 +4,7 @@
 `Execution` is a result. `Limits` and `SandboxConfig` are the settings. `ludus.sandbox.sql` runs SQL.
 """
 
+from ludus.sandbox.bundle import bundle, call
 from ludus.sandbox.config import (
     CannotFork,
     Limits,
@@ -13,12 +14,9 @@ from ludus.sandbox.config import (
     SessionEnded,
     SessionLost,
 )
-from ludus.sandbox.guest_io import bundle, call
-from ludus.sandbox.isolation import Layers
-from ludus.sandbox.process_session import Snapshot
 from ludus.sandbox.result import Execution, Outcome
 from ludus.sandbox.sandbox import Sandbox, close_shared_sandboxes, shared_sandbox
-from ludus.sandbox.session import Session
+from ludus.sandbox.session import Layers, SandboxBackend, Session, Snapshot
 
 __all__ = [
     "CannotFork",
@@ -27,6 +25,7 @@ __all__ = [
     "Limits",
     "Outcome",
     "Sandbox",
+    "SandboxBackend",
     "SandboxConfig",
     "SandboxError",
     "SandboxUnavailable",

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from ludus.core.config import Config
 from ludus.core.failures import Boundary, ConfigError, InfraError, LudusError
 from ludus.core.failures import CannotFork as CannotFork
+from ludus.core.registry import Registry
+
+BACKENDS = Registry("sandbox backend", group="ludus.sandboxes")
 
 
 class Limits(Config):
@@ -31,9 +34,6 @@ class Limits(Config):
     """All files of the session together; held in memory."""
     output_bytes: int = Field(default=64_000, ge=100)
     """Bytes kept of each of stdout and stderr; the middle of longer output is left out."""
-
-
-Tier = Literal["process", "docker", "podman", "kubernetes"]
 
 
 class ContainerConfig(Config):
@@ -68,8 +68,11 @@ class ContainerConfig(Config):
 class SandboxConfig(Config):
     """Where and how model-written code runs."""
 
-    tier: Tier = "process"
-    """Processes of this machine, or a container for each session (docs/sandbox.md)."""
+    tier: str = "process"
+    """The backend: "process" (of this machine), "docker", "podman", "kubernetes", that of an installed
+    package's, or "file.py:Class" (docs/sandbox.md)."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Settings of a backend of another package."""
     container: ContainerConfig = ContainerConfig()
     """Settings of containers."""
     workers: int | None = Field(default=None, ge=1)
@@ -88,6 +91,16 @@ class SandboxConfig(Config):
     """Sessions and executions alive at one time; further ones wait."""
     max_starting: int = Field(default=4, ge=1)
     """Executions in their first 30 milliseconds, for each worker; further ones wait."""
+
+    @field_validator("tier")
+    @classmethod
+    def _check_tier(cls, name: str) -> str:
+        if ":" not in name and name not in BACKENDS:
+            raise ValueError(f"is none of {', '.join(sorted(BACKENDS))}, and no file.py:Class")
+        return name
+
+    def __hash__(self) -> int:  # `options` has no hash
+        return hash((self.tier, self.container, self.limits, self.preload, self.readable))
 
     @property
     def worker_count(self) -> int:

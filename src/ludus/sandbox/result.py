@@ -16,6 +16,8 @@ from ludus.sandbox.config import Limits, SandboxError, SessionLost
 from ludus.sandbox.guest import frames
 
 _MOST_TEXT = 50_000
+_DISCARDED = 16 << 20
+"""Output beyond its limit that is read and thrown away before the program is stopped."""
 
 
 class Outcome(StrEnum):
@@ -238,3 +240,45 @@ class SlotUsage:
     def rest(self, ending: ProcessExit) -> ProcessExit:
         """`ending` without what earlier programs in the slot have used."""
         return replace(ending, cpu_seconds=max(0.0, ending.cpu_seconds - self.cpu_seconds))
+
+
+class OutputBuffer:
+    """Keeps the head and the tail of an output."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._head = bytearray()
+        self._tail = bytearray()
+        self._total = 0
+
+    @property
+    def truncated(self) -> bool:
+        return self._total > self._limit
+
+    @property
+    def is_flooded(self) -> bool:
+        """Whether it is far beyond its limit, so that the program is to be stopped."""
+        return self._total > self._limit + _DISCARDED
+
+    def keep(self, data: bytes) -> None:
+        """Take what was read."""
+        self._total += len(data)
+        room = self._limit - len(self._head) if not self._tail else 0
+        self._head += data[:room]
+        self._tail += data[room:]
+        if len(self._tail) > 2 * self._limit:
+            del self._tail[: -self._limit]
+
+    def text(self) -> str:
+        """The kept output, with a note in the middle of how much was left out."""
+        if not self.truncated:
+            return _decoded(self._head + self._tail)
+        half = self._limit // 2
+        whole = self._head + self._tail
+        left_out = self._total - 2 * half
+        note = f"\n... [{left_out:,} bytes left out] ...\n"
+        return _decoded(whole[:half]) + note + _decoded(whole[-half:])
+
+
+def _decoded(data: bytes | bytearray) -> str:
+    return bytes(data).decode("utf-8", errors="backslashreplace")

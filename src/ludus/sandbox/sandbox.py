@@ -1,40 +1,15 @@
-"""The sandbox: workers (fork servers), and the sessions and one-shot executions that are forked from them.
-
-A one-shot Python program runs in a slot, which is reused when the program has provably left nothing in it;
-everything else gets a fork of its own.
-
-Who waits for whom. An execution waits for capacity (`max_sessions`), then for a worker with fewer than
-`max_starting` starting executions: those in their first 30 milliseconds, which is when they cost CPU time;
-older ones mostly sleep and do not delay others. A worker that dies is replaced; executions that were in it are
-run again elsewhere, and its sessions are lost (`SessionLost`).
-"""
+"""The sandbox: one way to run code, whatever backend its config names."""
 
 from __future__ import annotations
 
 import asyncio
 import atexit
-import contextlib
-import socket
-from collections import deque
-from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Self
+from collections.abc import Sequence
+from typing import Self
 
-from ludus.core.messages import released_slot
-from ludus.sandbox.config import Limits, SandboxConfig, SandboxError, SandboxUnavailable, SessionLost
-from ludus.sandbox.containers import ContainerTier
-from ludus.sandbox.guest_process import GuestProcess
-from ludus.sandbox.isolation import Layers, container_layers, prepare
-from ludus.sandbox.process_session import ProcessSession
+from ludus.sandbox.config import Limits, SandboxConfig, SandboxError
 from ludus.sandbox.result import Execution
-from ludus.sandbox.session import ClosedAtExit, Session
-from ludus.sandbox.worker import SandboxWorker
-
-_STARTING_SECONDS = 0.03
-"""Longer than a program takes to start in a slot; 0.1 halves the rate of programs that sleep or wait."""
-_IDLE_SECONDS = 2.0
-_ATTEMPTS = 5
-Files = Mapping[str, bytes | str]
+from ludus.sandbox.session import ClosedAtExit, Files, Layers, Session, make_backend
 
 
 class Sandbox(ClosedAtExit):
@@ -42,77 +17,39 @@ class Sandbox(ClosedAtExit):
 
     def __init__(self, config: SandboxConfig | None = None) -> None:
         self.config = config or SandboxConfig()
-        self._containers = ContainerTier(self.config) if self.config.tier != "process" else None
-        self._layers: Layers | None = None
-        self._workers: list[SandboxWorker] = []
-        self._changing = asyncio.Lock()
-        self._capacity = asyncio.Semaphore(self.config.max_sessions)
-        self._queue: deque[asyncio.Future[SandboxWorker]] = deque()
-        self._background: set[asyncio.Task[None]] = set()
-        self._idle: list[_IdleSlot] = []
-        """Free slots, each of which still holds capacity."""
-        self._sweeping: asyncio.TimerHandle | None = None
-        self._closed = False
-        self.replaced = 0
-        """How many workers died and were replaced."""
+        self.backend = make_backend(self.config)
+        self.layers: Layers | None = None
+        """Which layers of isolation are active; None before the start."""
+        self.closed = False
+        self._starting = asyncio.Lock()
 
     async def start(self) -> Layers:
-        """Start the workers now rather than at the first use; returns which layers hold."""
-        async with self._changing:
-            if self._closed:
+        """Start it now rather than at the first use; returns which layers hold."""
+        async with self._starting:
+            if self.closed:
                 raise SandboxError("the sandbox is closed", retriable=False)
-            if self._containers is not None:
-                if self._layers is None:
-                    await self._containers.start()
-                    self._layers = container_layers(self.config, self._containers.version)
-                return self._layers
-            if self._layers is None:
-                self._layers, first = await prepare(self.config, self._on_death)
-                self._workers = [first]
-            missing = self.config.worker_count - len(self._workers)
-            if missing > 0:
-                layers = self._layers
-                started = [
-                    SandboxWorker(layers.settings, layers.group, self._on_death) for _ in range(missing)
-                ]
-                try:
-                    told = await asyncio.gather(*(w.start() for w in started), return_exceptions=True)
-                except asyncio.CancelledError:  # nothing else would close those that have started
-                    await asyncio.gather(*(worker.close() for worker in started))
-                    raise
-                self._workers += [worker for worker in started if worker.is_alive]
-                for answer in told:
-                    if isinstance(answer, BaseException):
-                        raise answer
-                # `_on_death` does not know workers that died while others were still starting.
-                dead = [worker for worker in started if not worker.is_alive]
-                if dead:
-                    await asyncio.gather(*(worker.close() for worker in dead))
-                    raise SandboxError("a fork server ended as soon as it had started")
-            return self._layers
-
-    @property
-    def layers(self) -> Layers | None:
-        """Which layers of isolation are active; None before the start."""
-        return self._layers
+            if self.layers is None:
+                self.layers = await self.backend.start()
+            return self.layers
 
     @property
     def alive(self) -> int:
         """How many sessions and executions there are now."""
-        containers = self._containers.alive if self._containers is not None else 0
-        return sum(worker.sessions for worker in self._workers) - len(self._idle) + containers
+        return self.backend.alive
 
     async def python(
         self, code: str, *, stdin: str = "", files: Files | None = None, limits: Limits | None = None
     ) -> Execution:
         """Run a Python program in a fresh environment."""
-        return await self._once("python", code, stdin, files, limits)
+        await self.start()
+        return await self.backend.once("python", code, stdin, files, limits or self.config.limits)
 
     async def shell(
         self, command: str, *, stdin: str = "", files: Files | None = None, limits: Limits | None = None
     ) -> Execution:
         """Run a bash command in a fresh environment."""
-        return await self._once("shell", command, stdin, files, limits)
+        await self.start()
+        return await self.backend.once("shell", command, stdin, files, limits or self.config.limits)
 
     async def run(
         self,
@@ -123,7 +60,8 @@ class Sandbox(ClosedAtExit):
         limits: Limits | None = None,
     ) -> Execution:
         """Run a program in a fresh environment."""
-        return await self._once("run", argv, stdin, files, limits)
+        await self.start()
+        return await self.backend.once("run", argv, stdin, files, limits or self.config.limits)
 
     async def session(
         self,
@@ -133,18 +71,8 @@ class Sandbox(ClosedAtExit):
         image: str | None = None,
     ) -> Session:
         """An environment that keeps its state until it is closed; `image` where it is to be a container."""
-        session: Session
-        limits = limits or self.config.limits
-        if self._containers is not None:
-            await self._started()
-            session = await self._container(self._containers, limits, image)
-        elif image is not None:
-            raise SandboxUnavailable(
-                f'the image {image!r} needs a container: set sandbox.tier = "docker", "podman" or "kubernetes"'
-            )
-        else:
-            _, session, start = await self._open(limits, one_shot=False, is_slot=False)
-            start.release()  # what a session runs, and when, is not known yet
+        await self.start()
+        session = await self.backend.open(limits or self.config.limits, image)
         try:
             await session.put(files)
         except BaseException:
@@ -154,257 +82,18 @@ class Sandbox(ClosedAtExit):
 
     async def close(self) -> None:
         """End everything, and wait until it is gone."""
-        self._closed = True
-        await asyncio.gather(*self._background, return_exceptions=True)
-        async with self._changing:
-            workers, self._workers = self._workers, []
-            self._idle.clear()
-            if self._sweeping is not None:
-                self._sweeping.cancel()
-            await asyncio.gather(*(worker.close() for worker in workers))
-            if self._containers is not None:
-                await self._containers.close()
-            elif self._layers is not None:
-                self._layers.remove()
-        for waiting in self._queue:
-            if not waiting.done():
-                waiting.set_exception(SandboxError("the sandbox was closed", retriable=False))
-        self._queue.clear()
+        self.closed = True
+        async with self._starting:
+            await self.backend.close()
 
     def abandon(self) -> None:
         """End everything without an event loop: it is closed, or the interpreter is about to exit."""
-        self._closed = True
-        workers, self._workers = self._workers, []
-        for worker in workers:
-            worker.abandon()
-        for worker in workers:
-            worker.wait_for_end()
-        if self._containers is not None:
-            self._containers.abandon()
-        elif self._layers is not None:
-            self._layers.remove()
+        self.closed = True
+        self.backend.abandon()
 
     async def __aenter__(self) -> Self:
         await self.start()
         return self
-
-    async def _once(
-        self,
-        what: Literal["python", "shell", "run"],
-        code: Any,
-        stdin: str,
-        files: Files | None,
-        limits: Limits | None,
-    ) -> Execution:
-        """Run something in its own session; run it again if it was lost with its worker."""
-        limits = limits or self.config.limits
-        await self._started()
-        if self._containers is not None:
-            async with await self.session(files=files, limits=limits) as alone:
-                runs = {"python": alone.python, "shell": alone.shell, "run": alone.run}
-                return await runs[what](code, stdin=stdin)
-        is_slot = what == "python" and not files and self._has_slots
-        for attempt in range(1, _ATTEMPTS + 1):
-            try:
-                worker, session, start = await self._open(limits, one_shot=True, is_slot=is_slot)
-                try:
-                    await session.put(files)
-                    run = {"python": session.python, "shell": session.shell, "run": session.run}[what]
-                    said = await run(code, stdin=stdin)
-                finally:
-                    await self._put_back(worker, session, start)
-                return session.accounted(said)
-            except SandboxError as lost:
-                can_be_repeated = lost.retriable or isinstance(lost, SessionLost)
-                if attempt == _ATTEMPTS or self._closed or not can_be_repeated:
-                    raise SandboxError(f"{lost} ({attempt} attempts)") from lost
-        raise AssertionError("unreachable")
-
-    async def _container(self, tier: ContainerTier, limits: Limits, image: str | None) -> Session:
-        """A container, when there is capacity for one."""
-        with released_slot() if self._capacity.locked() else contextlib.nullcontext():
-            await self._capacity.acquire()
-        try:
-            return await tier.session(limits, image, self._capacity.release)
-        except BaseException:
-            self._capacity.release()
-            raise
-
-    async def _started(self) -> Layers:
-        is_short = self._containers is None and len(self._workers) < self.config.worker_count
-        if self._layers is None or is_short:
-            return await self.start()
-        return self._layers
-
-    @property
-    def _has_slots(self) -> bool:
-        return self._layers is not None and self._layers.has_slots
-
-    async def _open(
-        self, limits: Limits, *, one_shot: bool, is_slot: bool
-    ) -> tuple[SandboxWorker, ProcessSession, _StartPermit]:
-        """A session or a slot, its worker, and its permit to start there."""
-        await self._started()
-        while self._idle and self._capacity.locked():
-            await self._idle.pop(0).session.close()
-        if self._capacity.locked():
-            with released_slot():
-                await self._capacity.acquire()
-        else:
-            await self._capacity.acquire()
-        try:
-            worker = await self._acquire_start()
-        except BaseException:
-            self._capacity.release()
-            raise
-        start = _StartPermit(self, worker)
-        idle = self._idle_slot(worker, limits) if is_slot else None
-        if idle is not None:
-            self._capacity.release()  # the slot holds some already
-            return worker, idle, start
-        guest = self._spawn(worker, start, limits, one_shot=one_shot, is_slot=is_slot)
-        try:
-            await guest.opened()
-        except BaseException:
-            await guest.end()
-            raise
-        return worker, ProcessSession(guest, limits, self._capacity, is_slot=is_slot), start
-
-    def _idle_slot(self, worker: SandboxWorker, limits: Limits) -> ProcessSession | None:
-        """A free slot of this worker: the one used last, whose memory is still in the caches."""
-        for idle in reversed(self._idle):
-            if idle.worker is worker and idle.session.limits == limits:
-                self._idle.remove(idle)
-                if idle.session.is_reusable:
-                    return idle.session
-                self._later(idle.session.close())
-        return None
-
-    async def _put_back(
-        self, worker: SandboxWorker, session: ProcessSession, start: _StartPermit
-    ) -> None:
-        """Keep a slot that is proven clean for the next program; close anything else."""
-        free = sum(idle.worker is worker for idle in self._idle)
-        has_room = free < self.config.max_starting and not self._capacity.locked() and not self._closed
-        if session.is_reusable and has_room:
-            loop = asyncio.get_running_loop()
-            self._idle.append(_IdleSlot(worker, session, loop.time()))
-            self._sweeping = self._sweeping or loop.call_later(_IDLE_SECONDS, self._sweep)
-        else:
-            await session.close()
-        start.release()
-
-    def _sweep(self) -> None:
-        """Close slots that were not used for a while: each holds some memory."""
-        loop = asyncio.get_running_loop()
-        old = [idle for idle in self._idle if idle.since <= loop.time() - _IDLE_SECONDS]
-        self._idle = [idle for idle in self._idle if idle not in old]
-        for idle in old:
-            self._later(idle.session.close())
-        self._sweeping = loop.call_later(_IDLE_SECONDS, self._sweep) if self._idle else None
-
-    def _later(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run something in the background that only `close` waits for."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-
-    def _spawn(
-        self,
-        worker: SandboxWorker,
-        start: _StartPermit,
-        limits: Limits,
-        *,
-        one_shot: bool,
-        is_slot: bool,
-    ) -> GuestProcess:
-        ours, theirs = socket.socketpair()
-        try:
-            process = worker.spawn(theirs, limits, one_shot=one_shot, slot=is_slot)
-        finally:
-            theirs.close()
-        process.ended.add_done_callback(lambda _: start.release())
-        return GuestProcess(process, ours, self._capacity)
-
-    async def _acquire_start(self) -> SandboxWorker:
-        if self._closed:
-            raise SandboxError("the sandbox was closed", retriable=False)
-        worker = self._least_loaded()
-        if worker is not None and not self._queue:
-            worker.starting += 1
-            return worker
-        waiting: asyncio.Future[SandboxWorker] = asyncio.get_running_loop().create_future()
-        self._queue.append(waiting)
-        try:
-            return await waiting
-        except asyncio.CancelledError:
-            if waiting.done() and not waiting.cancelled() and waiting.exception() is None:
-                self._release_start(waiting.result())
-            else:
-                with contextlib.suppress(ValueError):
-                    self._queue.remove(waiting)
-            raise
-
-    def _least_loaded(self) -> SandboxWorker | None:
-        free = [worker for worker in self._workers if worker.is_alive]
-        free = [worker for worker in free if worker.starting < self.config.max_starting]
-        return min(free, key=lambda worker: (worker.starting, worker.sessions), default=None)
-
-    def _release_start(self, worker: SandboxWorker) -> None:
-        """One execution less is starting: the first in the queue may start."""
-        worker.starting -= 1
-        self._serve_queue()
-
-    def _serve_queue(self) -> None:
-        while self._queue and (worker := self._least_loaded()) is not None:
-            waiting = self._queue.popleft()
-            if not waiting.done():
-                worker.starting += 1
-                waiting.set_result(worker)
-
-    def _on_death(self, worker: SandboxWorker) -> None:
-        if worker in self._workers:
-            self._workers.remove(worker)
-            self._idle = [idle for idle in self._idle if idle.worker is not worker]
-            if not self._closed:
-                self.replaced += 1
-                self._later(self._replace(worker))
-
-    async def _replace(self, dead: SandboxWorker) -> None:
-        """Start a new worker in place of a dead one; if that fails, so do the callers that wait for one."""
-        await dead.close()
-        try:
-            await self.start()
-        except Exception as error:  # noqa: BLE001 - raised in the callers that wait
-            while self._queue:
-                waiting = self._queue.popleft()
-                if not waiting.done():
-                    waiting.set_exception(SandboxError(f"no worker could be started: {error}"))
-            return
-        self._serve_queue()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _IdleSlot:
-    """A free slot, and since when."""
-
-    worker: SandboxWorker
-    session: ProcessSession
-    since: float
-
-
-class _StartPermit:
-    """Counts one execution as starting at a worker; released once, after 30 milliseconds at the latest."""
-
-    def __init__(self, sandbox: Sandbox, worker: SandboxWorker) -> None:
-        self._sandbox, self._worker, self._held = sandbox, worker, True
-        self._timer = asyncio.get_running_loop().call_later(_STARTING_SECONDS, self.release)
-
-    def release(self) -> None:
-        if self._held:
-            self._held = False
-            self._timer.cancel()
-            self._sandbox._release_start(self._worker)
 
 
 _shared: dict[asyncio.AbstractEventLoop, dict[SandboxConfig, Sandbox]] = {}
@@ -417,7 +106,7 @@ def shared_sandbox(config: SandboxConfig | None = None) -> Sandbox:
         _abandon(_shared.pop(other))
     boxes = _shared.setdefault(loop, {})
     config = config or SandboxConfig()
-    if config not in boxes or boxes[config]._closed:
+    if config not in boxes or boxes[config].closed:
         boxes[config] = Sandbox(config)
     return boxes[config]
 

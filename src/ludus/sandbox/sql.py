@@ -22,8 +22,7 @@ from typing import Any, Literal, TypeVar
 
 from ludus.core.config import Config
 from ludus.core.failures import Boundary, ConfigError, InfraError, MissingExtraError
-from ludus.sandbox import Execution, Limits, Outcome, Sandbox, SandboxConfig, Session
-from ludus.sandbox.guest_io import bundle, call
+from ludus.sandbox import Execution, Limits, Outcome, Sandbox, SandboxConfig, Session, bundle, call
 
 SqlEngineName = Literal["sqlite", "duckdb"]
 T = TypeVar("T")

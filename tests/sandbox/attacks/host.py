@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ludus.sandbox import isolation
+from ludus.sandbox.processes import isolation
 
 NAME = "LUDUS_CANARY_SECRET"
 _PR_SET_CHILD_SUBREAPER = 36

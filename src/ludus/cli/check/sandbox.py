@@ -13,7 +13,7 @@ from pathlib import Path
 from ludus.core.config import read_toml
 from ludus.core.failures import ConfigError, LudusError
 from ludus.sandbox import CannotFork, Limits, Outcome, Sandbox, SandboxConfig
-from ludus.sandbox.containers import ContainerTier
+from ludus.sandbox.containers.backend import ContainerBackend
 
 Findings = list[tuple[str, str]]
 
@@ -50,7 +50,7 @@ async def _tier_findings() -> Findings:
     """Which engines of containers there are. A cluster is not asked, unless it is configured."""
     found: Findings = []
     for tier in ("docker", "podman"):
-        engine = ContainerTier(SandboxConfig(tier=tier))
+        engine = ContainerBackend(SandboxConfig(tier=tier))
         try:
             await engine.start()
             text = f"{engine.version} works; try it with an image by --config"

@@ -19,6 +19,8 @@ from pathlib import Path
 
 from ludus.sandbox.config import SandboxError
 
+USERS_EACH = 1_000_000
+"""User ids of one worker, as root."""
 _EACH = 4_096
 """User ids of one worker. Workers take turns in the range, so that those of other processes get other ids."""
 _FEWEST = 16
@@ -84,3 +86,32 @@ def _range(path: Path) -> tuple[int, int]:
     if count < _FEWEST:
         raise SandboxError(f"all sessions are one user: {path} gives this user no ids")
     return first, count
+
+
+_IN_A_CONTAINER = ((52_000, 8_000), (65_534, 1))
+"""Unused user ids (first, count) where a container's root has only few mapped."""
+
+
+def map_users(pid: int, first: int | None) -> None:
+    """Write the uid and gid map of a new user namespace.
+
+    As root: a range of unused ids, one for each session, because the kernel keeps many of its counts per user
+    (descriptors in flight, pages in pipes, epoll watches). Otherwise the host's own user only (for an ordinary
+    user with subordinate ids see `subids`).
+    """
+    folder = Path(f"/proc/{pid}")
+    if first is None:
+        (folder / "setgroups").write_text("deny")
+        (folder / "uid_map").write_text(f"0 {os.geteuid()} 1")
+        (folder / "gid_map").write_text(f"0 {os.getegid()} 1")
+        return
+    ranges = ((first, USERS_EACH), *_IN_A_CONTAINER)
+    for position, (user, count) in enumerate(ranges):
+        try:
+            (folder / "uid_map").write_text(f"0 {user} {count}")
+        except OSError:
+            if position == len(ranges) - 1:
+                raise
+            continue
+        (folder / "gid_map").write_text(f"0 {user} {count}")
+        return

@@ -10,6 +10,7 @@ first; a deadline first interrupts, then kills.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import signal
 import time
@@ -19,13 +20,13 @@ from typing import Any
 
 from ludus.sandbox.config import CannotFork, Limits, SandboxError, SessionEnded, SessionLost
 from ludus.sandbox.guest import frames
-from ludus.sandbox.guest_io import OutputPipe, encode_argument, encode_source, encode_text, stdin_file
-from ludus.sandbox.guest_process import (
+from ludus.sandbox.processes.forks import TemplateProcess
+from ludus.sandbox.processes.guest_process import (
     CONTROL_GROUP_FULL,
+    Answer,
     FaultAttribution,
     GuestProcess,
-    GuestRequest,
-    TemplateProcess,
+    OutputPipe,
     first,
 )
 from ludus.sandbox.result import (
@@ -37,9 +38,11 @@ from ludus.sandbox.result import (
     looks_killed,
     unfinished,
 )
-from ludus.sandbox.session import ClosedAtExit, Session, checked_argv, finishes
+from ludus.sandbox.session import Session, Snapshot, checked_argv, encode_argument, finishes
 
 _GRACE_SECONDS = 0.5
+_MOST_SOURCE = 4 << 20
+_ADD_SEALS, _ALL_SEALS = 1033, 0x000F
 _LISTEN_AFTER_SECONDS, _WATCH_AFTER_SECONDS = 0.03, 0.1
 """Most programs end earlier; their output is then read at once, without event loop callbacks."""
 
@@ -48,7 +51,7 @@ _LISTEN_AFTER_SECONDS, _WATCH_AFTER_SECONDS = 0.03, 0.1
 class _Running:
     """An execution in flight."""
 
-    request: GuestRequest | None = None
+    answered: Answer | None = None
     stopped: Outcome | None = None
     """Why the host stopped it."""
     report: OutputPipe | None = None
@@ -82,7 +85,6 @@ class ProcessSession(Session):
         self._has_template_files = False
         """Whether its files are the template's own rather than a copy."""
         self._lock = asyncio.Lock()
-        self._closed = False
         self._abandoned = False
         """Whether an execution was cancelled in flight, for which its process was killed."""
         self._has_run = template is not None
@@ -93,7 +95,7 @@ class ProcessSession(Session):
 
     @property
     def alive(self) -> bool:
-        return not self._closed and not self._abandoned and self._guest.alive
+        return not self.closed and not self._abandoned and self._guest.alive
 
     @property
     def is_reusable(self) -> bool:
@@ -103,13 +105,13 @@ class ProcessSession(Session):
 
     @property
     def was_ended_inside(self) -> bool:
-        gone = not self._guest.alive and not self._closed and not self._abandoned
+        gone = not self._guest.alive and not self.closed and not self._abandoned
         return gone and self._faults.infra_failure(self._guest.process) is None
 
     async def python(
         self, code: str, *, stdin: str = "", wall_seconds: float | None = None
     ) -> Execution:
-        return await self._execute({"op": "python"}, encode_source(code), stdin, wall_seconds)
+        return await self._execute({"op": "python"}, _encoded_source(code), stdin, wall_seconds)
 
     async def shell(
         self, command: str, *, stdin: str = "", wall_seconds: float | None = None
@@ -122,7 +124,7 @@ class ProcessSession(Session):
         return await self._execute({"op": "run", "argv": checked_argv(argv)}, b"", stdin, wall_seconds)
 
     async def write(self, path: str, data: bytes | str) -> None:
-        body = encode_text(data) if isinstance(data, str) else data
+        body = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
         if len(body) > frames.MOST_BODY:
             raise OSError(27, "the file is too large to be sent at once", path)
         await self._file({"op": "write", "path": path}, body, 0)
@@ -161,11 +163,9 @@ class ProcessSession(Session):
                 fork = await self._asked_itself(template.fork(copy_files=True))
                 self._continue_in(fork, template, has_template_files=False)
             assert self._template is not None
-            return Snapshot(self._template, self.limits, self._capacity)
+            return ProcessSnapshot(self._template, self.limits, self._capacity)
 
-    async def close(self) -> None:
-        """End the session and everything that it started; its forks stay alive."""
-        self._closed = True
+    async def end(self) -> None:
         await self._guest.end()
         if self._template is not None:
             await self._template.gone()
@@ -234,7 +234,7 @@ class ProcessSession(Session):
             self._faults.begin(self._guest.process)
             started = time.monotonic()
             running = _Running()
-            standard_input = stdin_file(stdin)
+            standard_input = _stdin_file(stdin)
             outputs = running.outputs
             bounds = [self.limits.output_bytes] * 2
             if self._usage is not None:
@@ -243,7 +243,7 @@ class ProcessSession(Session):
             if self._usage is not None:
                 running.report = outputs[0]
             fds = [output.writer for output in outputs]
-            running.request = self._guest.ask(
+            running.answered = self._guest.ask(
                 {**header, "wall": wall},
                 body,
                 tuple(fds if standard_input is None else [*fds, standard_input]),
@@ -281,15 +281,15 @@ class ProcessSession(Session):
 
     async def _outcome(self, running: _Running, wall: float, *, polite: bool) -> Execution:
         """Wait for the end of an execution, and stop it at the deadline."""
-        process, request = self._guest.process, running.request
-        assert request is not None
+        process, answered = self._guest.process, running.answered
+        assert answered is not None
         loop = asyncio.get_running_loop()
         # the guest itself stops programs at `wall`
         patience = wall if polite else wall + _GRACE_SECONDS
         running.timer = loop.call_later(_LISTEN_AFTER_SECONDS, self._on_slow, running)
         deadline = loop.call_later(patience, self._deadline, running, polite)
         try:
-            await first(request.answered, process.ended)
+            await first(answered, process.ended)
             if running.stopped is Outcome.OUTPUT:
                 await asyncio.shield(process.ended)
         finally:
@@ -297,8 +297,8 @@ class ProcessSession(Session):
             deadline.cancel()
             if self._guest.alive:
                 process.unwatch()
-        if request.answered.done() and running.stopped is not Outcome.OUTPUT:
-            header, _ = request.answered.result()
+        if answered.done() and running.stopped is not Outcome.OUTPUT:
+            header, _ = answered.result()
             if running.report is None or self._usage is None:
                 said = execution_of(header, running.stopped)
             else:
@@ -328,8 +328,8 @@ class ProcessSession(Session):
         running.timer = asyncio.get_running_loop().call_later(wait, self._guest.process.watch)
 
     def _deadline(self, running: _Running, polite: bool) -> None:
-        assert running.request is not None
-        if running.request.answered.done() or not self._guest.alive:
+        assert running.answered is not None
+        if running.answered.done() or not self._guest.alive:
             return
         running.stopped = Outcome.TIMEOUT
         if polite:
@@ -377,7 +377,7 @@ class ProcessSession(Session):
         return self._gone_for_good()
 
     def _check(self) -> None:
-        if self._closed:
+        if self.closed:
             raise SessionLost("the session is closed")
         if self._abandoned:
             raise SessionLost("the session was ended because an execution in it was cancelled")
@@ -392,9 +392,7 @@ class ProcessSession(Session):
         return SessionEnded(f"the code in the session {how}", hung=self._hung)
 
 
-class Snapshot(ClosedAtExit):
-    """A session's state at one moment."""
-
+class ProcessSnapshot(Snapshot):
     def __init__(self, template: TemplateProcess, limits: Limits, capacity: asyncio.Semaphore) -> None:
         self._template, self._limits, self._capacity = template, limits, capacity
         self._closed = False
@@ -402,15 +400,35 @@ class Snapshot(ClosedAtExit):
 
     @finishes
     async def restore(self) -> Session:
-        """A new session that continues from that moment."""
         if self._closed:
             raise SessionLost("the snapshot is closed")
         fork = await self._template.fork(copy_files=True)
         return ProcessSession(fork, self._limits, self._capacity, self._template)
 
     async def close(self) -> None:
-        """Release it; sessions restored from it stay alive."""
         if not self._closed:
             self._closed = True
             self._template.release()
         await self._template.gone()
+
+
+def _encoded_source(code: str) -> bytes:
+    """Python source as bytes; `ValueError` for more than 4 MB."""
+    if not isinstance(code, str):
+        raise TypeError(f"code is a text, not {type(code).__name__}")
+    data = code.encode("utf-8", "surrogatepass")
+    if len(data) > _MOST_SOURCE:
+        raise ValueError(f"the code has {len(data):,} bytes; {_MOST_SOURCE:,} are accepted")
+    return data
+
+
+def _stdin_file(given: str) -> int | None:
+    """Standard input as a sealed memory file; None for none."""
+    if not given:
+        return None
+    fd = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with os.fdopen(os.dup(fd), "wb") as file:
+        file.write(given.encode("utf-8", "surrogatepass"))
+    os.lseek(fd, 0, os.SEEK_SET)
+    fcntl.fcntl(fd, _ADD_SEALS, _ALL_SEALS)
+    return fd

@@ -19,12 +19,11 @@ import subprocess
 import tarfile
 import time
 from asyncio.subprocess import Process
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from ludus.sandbox.config import (
-    CannotFork,
     Limits,
     SandboxConfig,
     SandboxError,
@@ -32,7 +31,8 @@ from ludus.sandbox.config import (
     SessionEnded,
     SessionLost,
 )
-from ludus.sandbox.container_exec import (
+from ludus.sandbox.containers.engines import READY, Command, is_leftover, make_engine, new_name
+from ludus.sandbox.containers.execution import (
     CROWDED,
     GRACE_SECONDS,
     KILLED,
@@ -46,12 +46,16 @@ from ludus.sandbox.container_exec import (
     with_output,
     wrapped,
 )
-from ludus.sandbox.engines import READY, Command, is_leftover, make_engine, new_name
 from ludus.sandbox.guest.interpreter import SHELL_SCRIPT
-from ludus.sandbox.guest_io import encode_argument, encode_text
-from ludus.sandbox.process_session import Snapshot
 from ludus.sandbox.result import Execution, Outcome
-from ludus.sandbox.session import Session, checked_argv
+from ludus.sandbox.session import (
+    Layers,
+    SandboxBackend,
+    Session,
+    checked_argv,
+    encode_argument,
+    encode_text,
+)
 
 T = TypeVar("T")
 _MOST_READ = 64 << 20
@@ -65,17 +69,18 @@ _ERRORS = (
 )  # fmt: skip
 
 
-class ContainerTier:
-    """Containers of one engine; made by `Sandbox`."""
+class ContainerBackend(SandboxBackend):
+    """Containers of one engine."""
 
     def __init__(self, config: SandboxConfig) -> None:
-        self.config = config
+        super().__init__(config)
         self.engine = make_engine(config)
         self.version = ""
-        self._sessions: set[ContainerSession] = set()
+        self.names: set[str] = set()
+        """Containers that have been made and not removed."""
         self._background: set[asyncio.Task[None]] = set()
 
-    async def start(self) -> None:
+    async def start(self) -> Layers:
         """See that the engine can be used, and remove what earlier processes of this machine left."""
         tier, program = self.config.tier, self.engine.program
         try:
@@ -95,11 +100,15 @@ class ContainerTier:
         names = (await self._asked_well(self.engine.leftovers(), "list containers")).stdout.split()
         if old := [name for name in names if is_leftover(name)]:
             await self._asked_well(self.engine.remove(old), "remove leftover containers")
+        active = {f"{self.version or tier}: a container for each session": True}
+        active |= {
+            "no network": not self.config.network,
+            "no capabilities": not self.config.container.sudo,
+        }
+        reasons = {"no network": "sandbox.network", "no capabilities": "sandbox.container.sudo"}
+        return Layers(active, reasons=reasons, settings={"namespaces": False})
 
-    async def session(
-        self, limits: Limits, image: str | None, on_close: Callable[[], None]
-    ) -> ContainerSession:
-        """A new container of `image`, or of the config's; `on_close` is called when it is closed."""
+    async def session(self, limits: Limits, image: str | None) -> ContainerSession:
         image = image or self.config.container.image
         if image is None:
             raise SandboxUnavailable(
@@ -107,36 +116,24 @@ class ContainerTier:
                 "the task name one"
             )
         session = ContainerSession(self, new_name(), limits)
-        self._sessions.add(session)
+        self.names.add(session.name)
         try:
             await session.open(image)
         except BaseException:
             await session.close()
             raise
-        session.on_close = on_close
         return session
 
     async def close(self) -> None:
-        """Remove all containers."""
-        await asyncio.gather(*(session.close() for session in list(self._sessions)))
+        await super().close()
         await asyncio.gather(*self._background, return_exceptions=True)
 
     def abandon(self) -> None:
-        """Remove all containers without an event loop."""
-        names = [session.name for session in self._sessions]
-        if names:
+        if self.names:
             with contextlib.suppress(OSError, subprocess.SubprocessError):
-                argv = self.engine.remove(names).argv
+                argv = self.engine.remove(sorted(self.names)).argv
                 subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=30)
-        self._sessions.clear()
-
-    @property
-    def alive(self) -> int:
-        return len(self._sessions)
-
-    def forget(self, session: ContainerSession) -> None:
-        """A session was closed."""
-        self._sessions.discard(session)
+        self.names.clear()
 
     def later(self, work: Coroutine[Any, Any, None]) -> None:
         """Do something that only `close` waits for."""
@@ -156,14 +153,13 @@ class ContainerTier:
 class ContainerSession(Session):
     """A container: shell, programs, files, and a Python interpreter that starts at its first use."""
 
-    def __init__(self, tier: ContainerTier, name: str, limits: Limits) -> None:
+    def __init__(self, tier: ContainerBackend, name: str, limits: Limits) -> None:
         self.limits, self.name = limits, name
         self._tier = tier
         self._holder: Process | None = None
         """Where the container lives as long as it: its standard input stays open."""
         self._python: ContainerPython | None = None
         self._lock = asyncio.Lock()
-        self._closed = False
         self._ended: Outcome | None = None
         """Why the container is gone, if that is its code's fault."""
         self._lost = ""
@@ -171,15 +167,14 @@ class ContainerSession(Session):
         self._oom_kills = 0
         self._has_run = False
         """Whether any code has run in it."""
-        self.on_close: Callable[[], None] = lambda: None
 
     @property
     def alive(self) -> bool:
-        return not (self._closed or self._ended or self._lost)
+        return not (self.closed or self._ended or self._lost)
 
     @property
     def was_ended_inside(self) -> bool:
-        return self._ended is not None and not self._closed
+        return self._ended is not None and not self.closed
 
     async def open(self, image: str) -> None:
         """Start the container."""
@@ -279,20 +274,9 @@ class ContainerSession(Session):
                 archive.addfile(info, io.BytesIO(body))
         await self._file("the files", ["tar", "-xPf", "-", "--no-same-owner"], made.getvalue())
 
-    async def fork(self) -> Session:
-        raise CannotFork(f'a container of tier = "{self._tier.config.tier}" cannot be duplicated')
-
-    async def snapshot(self) -> Snapshot:
-        raise CannotFork(f'a container of tier = "{self._tier.config.tier}" cannot be duplicated')
-
-    async def close(self) -> None:
-        """End the container and all that runs in it."""
-        if self._closed:
-            return
-        self._closed = True
+    async def end(self) -> None:
         await self._remove()
-        self._tier.forget(self)
-        self.on_close()
+        self._tier.names.discard(self.name)
 
     async def _remove(self) -> None:
         if self._python is not None:
@@ -434,7 +418,7 @@ class ContainerSession(Session):
 
     def _gone(self) -> Execution | None:
         """The result for a session that its code has ended; `SessionLost` where it is gone otherwise."""
-        if self._closed:
+        if self.closed:
             raise SessionLost("the session is closed")
         if self._lost:
             raise SessionLost(f"the session has ended: {self._lost}")

@@ -20,21 +20,22 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ludus.core.failures import ConfigError
-from ludus.sandbox import slirp
-from ludus.sandbox.cgroups import ControlGroup, make_group
 from ludus.sandbox.config import SandboxConfig, SandboxError, SandboxUnavailable
 from ludus.sandbox.guest import kernel
 from ludus.sandbox.guest.filesystem import is_covered, remove_folder
-from ludus.sandbox.guest_process import GuestProcess
-from ludus.sandbox.process_session import ProcessSession
-from ludus.sandbox.subids import subordinate_ids
-from ludus.sandbox.worker import SandboxWorker
+from ludus.sandbox.processes import slirp
+from ludus.sandbox.processes.cgroups import ControlGroup, make_group
+from ludus.sandbox.processes.guest_process import GuestProcess
+from ludus.sandbox.processes.session import ProcessSession
+from ludus.sandbox.processes.users import subordinate_ids
+from ludus.sandbox.processes.worker import SandboxWorker
+from ludus.sandbox.session import Layers
 
 _log = logging.getLogger(__name__)
 
@@ -83,19 +84,11 @@ print(json.dumps({
 """
 
 
-@dataclass(frozen=True)
-class Layers:
-    """The layers of isolation that hold, and why others do not."""
+@dataclass(frozen=True, kw_only=True)
+class ProcessLayers(Layers):
+    """Layers of an arrangement; `settings` are those that its fork servers are started with."""
 
-    settings: dict[str, Any]
-    """Settings that fork servers are started with."""
-    active: dict[str, bool]
-    """Whether each layer is active; and whether code in the guest can import and start Python."""
-    doors: dict[str, str | None]
-    """Result of the probe for each door: the error that stopped it, or None where it got through."""
     group: ControlGroup
-    reasons: dict[str, str] = field(default_factory=dict)
-    """Why a layer is not active."""
 
     @property
     def has_slots(self) -> bool:
@@ -104,28 +97,15 @@ class Layers:
         covered = any(is_covered(path) for path in self.settings["shown"])
         return bool(self.settings["namespaces"]) and not covered
 
-    @property
-    def open_doors(self) -> list[str]:
-        return [name for name, error in self.doors.items() if error is None]
-
     def remove(self) -> None:
         """Remove the folder and the control group of the sandbox."""
         _remove_session_folders(self.settings)
         self.group.remove()
 
 
-def container_layers(config: SandboxConfig, version: str) -> Layers:
-    """Layers of sessions in containers: the engine isolates them."""
-    active = {f"{version or config.tier}: a container for each session": True}
-    active |= {"no network": not config.network, "no capabilities": not config.container.sudo}
-    reasons = {"no network": "sandbox.network", "no capabilities": "sandbox.container.sudo"}
-    settings = {"namespaces": False, "shown": ()}
-    return Layers(settings, active, {}, ControlGroup([], 0), reasons)
-
-
 async def prepare(
     config: SandboxConfig, on_death: Callable[[SandboxWorker], None]
-) -> tuple[Layers, SandboxWorker]:
+) -> tuple[ProcessLayers, SandboxWorker]:
     """The best arrangement that works here and its first worker; `SandboxUnavailable` if it is too weak."""
     _check(config)
     _allow_descriptors()
@@ -161,7 +141,7 @@ def _warn_of_fallback(reason: str) -> None:
 
 async def try_arrangement(
     worker: SandboxWorker, settings: dict[str, Any], config: SandboxConfig, reasons: dict[str, str]
-) -> Layers:
+) -> ProcessLayers:
     """Which layers hold in an arrangement; `SandboxError` when it does not work or is too weak."""
     told = await worker.start()
     kinds = (False, True) if settings["namespaces"] else (False,)
@@ -176,7 +156,7 @@ async def try_arrangement(
     doors = _doors(found[0], config)
     for one in found[1:]:  # a door is open if a session or a slot gets through it
         doors |= {name: error for name, error in _doors(one, config).items() if error is None}
-    layers = Layers(settings, active, doors, worker.group, reasons)
+    layers = ProcessLayers(active, doors, reasons, settings, group=worker.group)
     if layers.open_doors and not config.accept_risk:
         raise SandboxUnavailable(_refusal(layers))
     return layers
@@ -326,7 +306,7 @@ def _remove_session_folders(settings: dict[str, Any]) -> None:
         remove_folder(settings["folder"])
 
 
-def _refusal(layers: Layers) -> str:
+def _refusal(layers: ProcessLayers) -> str:
     missing = ", ".join(name for name, is_active in layers.active.items() if not is_active) or "nothing"
     reasons = "; ".join(f"{name}: {reason}" for name, reason in layers.reasons.items()) or "no reasons"
     advice = ""

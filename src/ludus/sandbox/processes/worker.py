@@ -20,18 +20,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ludus.sandbox.cgroups import ControlGroup
 from ludus.sandbox.config import Limits, SandboxError
-from ludus.sandbox.guest_io import ControlChannel
+from ludus.sandbox.processes.cgroups import ControlGroup
+from ludus.sandbox.processes.guest_process import ControlChannel, ProcessHandle
+from ludus.sandbox.processes.slirp import END_SECONDS, Slirp, wait_or_kill
+from ludus.sandbox.processes.users import USERS_EACH, map_subids, map_users, share_of_subids
 from ludus.sandbox.result import ProcessExit
-from ludus.sandbox.slirp import END_SECONDS, Slirp, wait_or_kill
-from ludus.sandbox.subids import map_subids, share_of_subids
 
 _START_SECONDS = 120.0
-_USERS_EACH, _WORKERS_APART = 1_000_000, 2_000
+_WORKERS_APART = 2_000
 # Starts at random, so that workers of other processes on this machine get other user ids.
 _counter = itertools.count(secrets.randbelow(_WORKERS_APART))
-_PACKAGE = Path(__file__).parent.parent
+_PACKAGE = Path(__file__).parent.parent.parent
 # The packages above `guest` are replaced by empty ones, so that the fork server loads none of their code.
 _BOOTSTRAP = """
 import sys, types
@@ -46,58 +46,6 @@ fork_server_main.main(link)
 """
 
 
-class ProcessHandle:
-    """A guest process, as its worker knows it."""
-
-    def __init__(self, worker: SandboxWorker, number: int) -> None:
-        self.worker, self.number = worker, number
-        loop = asyncio.get_running_loop()
-        self.ended: asyncio.Future[ProcessExit] = loop.create_future()
-        self.adopted: asyncio.Future[bool] = loop.create_future()
-        self._is_wide = False
-        self.widened: asyncio.Future[None] | None = None
-        """Done when the fork server has changed its process limit."""
-        self.excess: str | None = None
-        self.problem: str | None = None
-        """Why it could not be started, or was lost."""
-        self.was_killed = False
-        """Whether the host killed it."""
-        self._is_watched = False
-        self.refused: str | None = None
-        """Why a fork could not be completed, where the code in it has made that impossible."""
-
-    def kill(self) -> None:
-        """Kill it and all it started; `ended` is done when it is gone.
-
-        Sent once: hostile code may give as many reasons to be killed as it can write frames.
-        """
-        if self.ended.done() or self.was_killed:
-            return
-        self.was_killed = True
-        self.worker.tell({"op": "kill", "id": self.number})
-
-    def signal(self, which: int) -> None:
-        self.worker.tell({"op": "signal", "id": self.number, "signal": which})
-
-    def watch(self) -> None:
-        """Check all its processes together against its limits often, until `unwatch`."""
-        self._is_watched = True
-        self.worker.tell({"op": "watch", "id": self.number})
-
-    async def widen(self, wide: bool) -> None:
-        """Raise its process limit to leave room for forks; or lower it again, if it is not forked after all."""
-        if self._is_wide != wide:
-            self._is_wide = wide
-            self.widened = asyncio.get_running_loop().create_future()
-            self.worker.tell({"op": "widen", "id": self.number, "wide": wide})
-            await asyncio.wait((self.widened, self.ended), return_when=asyncio.FIRST_COMPLETED)
-
-    def unwatch(self) -> None:
-        if self._is_watched:
-            self._is_watched = False
-            self.worker.tell({"op": "unwatch", "id": self.number})
-
-
 class SandboxWorker:
     """A fork server (a warm interpreter), from which sessions are forked."""
 
@@ -106,8 +54,8 @@ class SandboxWorker:
     ) -> None:
         self._settings = dict(settings)
         if settings["uid"] is not None:  # each worker has its own range of user ids
-            self._settings["uid"] += _USERS_EACH * (next(_counter) % _WORKERS_APART)
-            self._settings["users"] = _USERS_EACH
+            self._settings["uid"] += USERS_EACH * (next(_counter) % _WORKERS_APART)
+            self._settings["users"] = USERS_EACH
         elif settings["subids"]:
             self._settings["subids"] = share_of_subids(settings["subids"], next(_counter))
         self.group = group
@@ -323,35 +271,6 @@ def _set_ended(process: ProcessHandle, ending: ProcessExit) -> None:
         process.adopted.set_result(False)
     if not process.ended.done():
         process.ended.set_result(ending)
-
-
-_IN_A_CONTAINER = ((52_000, 8_000), (65_534, 1))
-"""Unused user ids (first, count) where a container's root has only few mapped."""
-
-
-def map_users(pid: int, first: int | None) -> None:
-    """Write the uid and gid map of a new user namespace.
-
-    As root: a range of unused ids, one for each session, because the kernel keeps many of its counts per user
-    (descriptors in flight, pages in pipes, epoll watches). Otherwise the host's own user only (for an ordinary
-    user with subordinate ids see `subids`).
-    """
-    folder = Path(f"/proc/{pid}")
-    if first is None:
-        (folder / "setgroups").write_text("deny")
-        (folder / "uid_map").write_text(f"0 {os.geteuid()} 1")
-        (folder / "gid_map").write_text(f"0 {os.getegid()} 1")
-        return
-    ranges = ((first, _USERS_EACH), *_IN_A_CONTAINER)
-    for position, (user, count) in enumerate(ranges):
-        try:
-            (folder / "uid_map").write_text(f"0 {user} {count}")
-        except OSError:
-            if position == len(ranges) - 1:
-                raise
-            continue
-        (folder / "gid_map").write_text(f"0 {user} {count}")
-        return
 
 
 def _environment() -> dict[str, str]:

@@ -1,0 +1,1 @@
+"""Sessions in containers: the backends "docker", "podman" and "kubernetes"."""
