@@ -31,9 +31,16 @@ from ludus.llm.embeddings import HashedWords, load_embedder
 from ludus.rewards import Scorer, reward
 from ludus.rollouts import Budgets, Rollout
 from ludus.synth import SynthContext, SynthFolder
-from ludus.synth.quality.contamination import HeldOut, Senses, asked
 from ludus.synth.quality.pipeline import QualityConfig, QualityPipeline
-from ludus.synth.quality.similarity import DuplicateIndex, cluster, shingles, sketch
+from ludus.synth.quality.similarity import (
+    DuplicateIndex,
+    HeldOut,
+    Senses,
+    asked,
+    cluster,
+    shingles,
+    sketch,
+)
 from ludus.tools import as_toolset, tool
 from ludus.worlds import sql
 

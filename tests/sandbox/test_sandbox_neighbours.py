@@ -328,7 +328,7 @@ async def test_threads_count_as_processes(box: Sandbox) -> None:
 @on_sandbox
 async def test_processes_of_any_name_are_looked_after(box: Sandbox) -> None:
     """A process's name is in what /proc says of it, as the bytes that its code has chosen."""
-    replaced = box.backend.replaced
+    replaced = box.replaced
     async with AsyncExitStack() as stack:
         neighbour, *hostile = [
             await stack.enter_async_context(await box.session()) for _ in range(len(NAMES) + 1)
@@ -345,7 +345,7 @@ async def test_processes_of_any_name_are_looked_after(box: Sandbox) -> None:
             with pytest.raises(CannotFork, match="child process"):
                 await session.fork()
         assert (await neighbour.python("x + 1")).value == "42"
-    assert box.backend.replaced == replaced
+    assert box.replaced == replaced
 
 
 def crowd(mb: int, forks: int, seconds: float, *, copies: bool) -> str:

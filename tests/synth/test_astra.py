@@ -23,10 +23,8 @@ from ludus.envs import sandboxed
 from ludus.envs.sandboxed import WorldSpec
 from ludus.rollouts.tasksets import load_tasks
 from ludus.sandbox import Limits, close_shared_sandboxes
-from ludus.synth.astra.design import PROGRAMMER, code_in, design_spec
 from ludus.synth.astra.examination import examine, make_tasks, play_solutions
-from ludus.synth.astra.method import Astra, AstraConfig
-from ludus.synth.astra.package import write_world
+from ludus.synth.astra.method import PROGRAMMER, Astra, AstraConfig, code_in, design_spec, write_world
 from ludus.training import load_recipe
 
 

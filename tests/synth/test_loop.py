@@ -24,8 +24,7 @@ from ludus.observe import read_trajectories, write_trajectories
 from ludus.rewards import Scorer
 from ludus.rewards.call_rewards import expected_calls
 from ludus.synth import SynthResult, provenance_of
-from ludus.synth.loop.expansion import CapabilityRate, plan_expansion
-from ludus.synth.loop.labels import LabelledTask, judge_label, mended
+from ludus.synth.loop.expansion import CapabilityRate, LabelledTask, judge_label, mended, plan_expansion
 from ludus.synth.loop.method import LabelAgent, LoopTool, LoopToolConfig
 from ludus.tools import as_toolset, tool
 

@@ -22,9 +22,16 @@ from ludus.core.task import Task
 from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequence, Trajectory
 from ludus.observe import read_trajectories, write_trajectories
 from ludus.synth import provenance_of
-from ludus.synth.hardgen import HardGen, HardGenConfig, plan_through
+from ludus.synth.hardgen import (
+    ApiGraph,
+    HardGen,
+    HardGenConfig,
+    ToolPair,
+    TypedParameter,
+    allocate,
+    plan_through,
+)
 from ludus.synth.magnet import Magnet, MagnetConfig
-from ludus.synth.paths.api_graph import ApiGraph, ToolPair, TypedParameter, allocate
 from ludus.synth.paths.call_paths import PathPlanner, schema_values
 from ludus.synth.paths.signature_graph import SignatureGraph
 from ludus.tools import as_toolset

@@ -25,10 +25,18 @@ from ludus.core import ConfigError, Message, StopReason, Task, ToolCall, Traject
 from ludus.llm.embeddings import HashedWords, unit
 from ludus.observe import read_trajectories, write_trajectories
 from ludus.synth import SynthContext, SynthFolder, provenance_of, steps_of
-from ludus.synth.quality.contamination import HeldOut, Senses, specifics
-from ludus.synth.quality.difficulty import balanced
+from ludus.synth.quality.checks import balanced
 from ludus.synth.quality.pipeline import QualityConfig, QualityPipeline
-from ludus.synth.quality.similarity import SKETCH, DuplicateIndex, cluster, jaccard, sketch
+from ludus.synth.quality.similarity import (
+    SKETCH,
+    DuplicateIndex,
+    HeldOut,
+    Senses,
+    cluster,
+    jaccard,
+    sketch,
+    specifics,
+)
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -70,7 +70,7 @@ class SandboxConfig(Config):
 
     tier: str = "process"
     """The backend: "process" (of this machine), "docker", "podman", "kubernetes", that of an installed
-    package's, or "file.py:Class" (docs/sandbox.md)."""
+    package, or "file.py:Class" (docs/sandbox.md)."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Settings of a backend of another package."""
     container: ContainerConfig = ContainerConfig()
@@ -96,7 +96,9 @@ class SandboxConfig(Config):
     @classmethod
     def _check_tier(cls, name: str) -> str:
         if ":" not in name and name not in BACKENDS:
-            raise ValueError(f"is none of {', '.join(sorted(BACKENDS))}, and no file.py:Class")
+            raise ValueError(
+                f"is none of the backends {', '.join(sorted(BACKENDS))}, and no file.py:Class"
+            )
         return name
 
     def __hash__(self) -> int:  # `options` has no hash

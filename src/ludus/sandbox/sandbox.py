@@ -37,6 +37,11 @@ class Sandbox(ClosedAtExit):
         """How many sessions and executions there are now."""
         return self.backend.alive
 
+    @property
+    def replaced(self) -> int:
+        """How many workers died and were replaced."""
+        return self.backend.replaced
+
     async def python(
         self, code: str, *, stdin: str = "", files: Files | None = None, limits: Limits | None = None
     ) -> Execution:

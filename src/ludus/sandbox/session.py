@@ -43,9 +43,14 @@ class Session(ClosedAtExit):
     """
 
     limits: Limits
-    closed = False
     on_close: Callable[[], None] | None = None
     """Called when it has been closed."""
+    _closing: asyncio.Task[None] | None = None
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed from outside."""
+        return self._closing is not None
 
     @property
     @abstractmethod
@@ -102,14 +107,17 @@ class Session(ClosedAtExit):
             await self.write(path, data)
 
     async def close(self) -> None:
-        """End it with everything that it started; its forks stay alive."""
-        if not self.closed:
-            self.closed = True
-            try:
-                await self.end()
-            finally:
-                if self.on_close is not None:
-                    self.on_close()
+        """End it with everything that it started, and wait until it is gone; its forks stay alive."""
+        if self._closing is None:
+            self._closing = asyncio.get_running_loop().create_task(self._end())
+        await asyncio.shield(self._closing)
+
+    async def _end(self) -> None:
+        try:
+            await self.end()
+        finally:
+            if self.on_close is not None:
+                self.on_close()
 
 
 class Snapshot(ClosedAtExit):
@@ -152,6 +160,9 @@ class SandboxBackend(ABC):
         self.sessions: set[Session] = set()
         """Those that `open` has made and that are not closed."""
         self._capacity = asyncio.Semaphore(config.max_sessions)
+
+    replaced = 0
+    """How many of its workers died and were replaced."""
 
     @abstractmethod
     async def start(self) -> Layers:
@@ -208,12 +219,12 @@ class SandboxBackend(ABC):
 
 def make_backend(config: SandboxConfig) -> SandboxBackend:
     """The backend that `config.tier` names."""
-    made = BACKENDS.load(config.tier)(config)
-    if not isinstance(made, SandboxBackend):
-        raise ConfigError(
-            f"sandbox.tier = {config.tier!r} gives a {type(made).__name__}, not a SandboxBackend"
-        )
-    return made
+    backend = BACKENDS.load(config.tier)
+    if not (isinstance(backend, type) and issubclass(backend, SandboxBackend)):
+        raise ConfigError(f"sandbox.tier = {config.tier!r} names {backend!r:.80}, not a SandboxBackend")
+    if config.options and backend.__module__.startswith("ludus."):
+        raise ConfigError("sandbox.options is for backends of other packages; Ludus' own have none")
+    return backend(config)
 
 
 Made = TypeVar("Made", bound=ClosedAtExit)

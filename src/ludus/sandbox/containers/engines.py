@@ -295,6 +295,6 @@ def _machine() -> str:
 def _started(pid: int) -> str:
     """When a process was started, in the kernel's clock ticks; 0 where there is none."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
     except OSError:
         return "0"

@@ -1,6 +1,6 @@
 """Confinement of a guest process before it runs model-written code: users, files, limits, system calls.
 
-Two arrangements (`sandbox.isolation` picks one): *namespaces*, where each session has its own user, pid and
+Two arrangements (the host picks one): *namespaces*, where each session has its own user, pid and
 mount namespace; and *bare*, where Landlock, seccomp and resource limits alone hold a session.
 """
 

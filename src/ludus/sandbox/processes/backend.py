@@ -48,8 +48,6 @@ class ProcessBackend(SandboxBackend):
         """Free slots, each of which still holds capacity."""
         self._sweeping: asyncio.TimerHandle | None = None
         self._closed = False
-        self.replaced = 0
-        """How many workers died and were replaced."""
 
     async def start(self) -> ProcessLayers:
         """Start the workers that are missing."""

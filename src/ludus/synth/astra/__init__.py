@@ -1,5 +1,5 @@
 """ASTRA: from a page of text to an environment with tools, state, tasks, a verifier and trajectories.
 
-`design` asks a language model, `examination` tries what it wrote in the sandbox, `package` writes the folder,
-`method` is `ludus synth astra`.
+`method` is `ludus synth astra`: it asks a language model and writes the folder; `examination` tries in the
+sandbox what the model wrote.
 """

@@ -2,31 +2,38 @@
 
 A language model designs the tools and writes the rules. What it wrote is hostile until shown otherwise: it is
 tried in the sandbox (`examination`), and the model reads what is wrong and writes it again. Only an
-environment without findings is packaged.
+environment without findings is packaged. Its folder has all that `ludus check env` and `ludus train` need::
+
+    page.txt               what it was made from
+    world.json, world.py   tools and rules, as the language model wrote them; they run in the sandbox only
+    environment.py         the environment, its reward and its demonstrator: the same few lines for every folder
+    tasks.jsonl, held_out.jsonl
+    demonstrations.parquet every solution, played
+    recipe.toml            imitation, then GRPO
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
-from ludus.core.chat import ChatOptions
-from ludus.core.config import Place
+from ludus.core.chat import ChatModel, ChatOptions
+from ludus.core.config import Place, toml_text
 from ludus.core.failures import ConfigError, LudusError
-from ludus.core.messages import Json
+from ludus.core.messages import Json, Message
 from ludus.core.task import Task
-from ludus.core.trajectory import is_success
+from ludus.core.trajectory import Trajectory, is_success
 from ludus.core.user_files import read_user_text
 from ludus.envs.sandboxed import WorldSpec
-from ludus.observe import ReportTable
-from ludus.synth.asking import ModelSpec
-from ludus.synth.astra.design import design_spec, write_rules
+from ludus.observe import ReportTable, atomic_file, write_trajectories
+from ludus.synth.asking import ModelSpec, ask
 from ludus.synth.astra.examination import Examination, examine, make_tasks, play_solutions
-from ludus.synth.astra.package import write_package, write_world
 from ludus.synth.method import SynthConfig, SynthContext, SynthMethod
 from ludus.synth.result import ItemResult, Rejected, SynthResult, with_provenance
 
@@ -181,3 +188,195 @@ def _read(place: str) -> str:
     if not text.strip():
         raise ConfigError(f"{place} is empty: it should describe a job")
     return text
+
+
+_ENVIRONMENT = '''"""The environment that world.json describes, made from page.txt by `ludus synth astra`.
+
+The rules are in world.py, which runs in the sandbox only.
+"""
+
+from pathlib import Path
+
+from ludus.envs.sandboxed import SandboxedWorld, recorded_solution, solved
+
+
+class World(SandboxedWorld):
+    folder = Path(__file__).parent
+
+
+success = solved
+expert = recorded_solution
+'''
+
+
+def write_world(folder: Path, page: str, spec: WorldSpec, rules: str) -> None:
+    """Write the files of an environment. Its names become keys and functions, so they are checked again."""
+    WorldSpec.model_validate(spec.model_dump())
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / "page.txt", page)
+    _write(folder / "world.json", spec.model_dump_json(indent=2))
+    _write(folder / "world.py", rules)
+    _write(folder / "environment.py", _ENVIRONMENT)
+
+
+def write_package(
+    folder: Path,
+    spec: WorldSpec,
+    training: Sequence[Task],
+    held_out: Sequence[Task],
+    demonstrations: Sequence[Trajectory],
+) -> None:
+    """Write the files for training on it."""
+    _write(folder / "tasks.jsonl", "".join(_line(task) for task in training))
+    _write(folder / "held_out.jsonl", "".join(_line(task) for task in held_out))
+    write_trajectories(folder / "demonstrations.parquet", demonstrations)
+    longest = max(one.turns for one in demonstrations)
+    # of the byte tokenizer that demonstrations are recorded with, which has the most tokens of all
+    tokens = max(len(action.tokens) for one in demonstrations for action in one.actions)
+    recipe: Json = {
+        "name": spec.name,
+        "rewards": ["environment.py:success"],
+        "model": {"scratch": {"layers": 2, "width": 128}},
+        "tasks": {"train": "tasks.jsonl", "evaluation": "held_out.jsonl"},
+        "agent": {"envs": {spec.name: "environment.py:World"}},
+        "budgets": {"max_turns": longest + 2, "max_turn_tokens": max(64, tokens)},
+        "warm_start": {
+            "demonstrations": "demonstrations.parquet",
+            "steps": max(100, 4 * len(demonstrations)),
+            "batch": 16,
+            "optimizer": {"learning_rate": 3e-3},
+        },
+        "rl": {
+            "algorithm": "grpo",
+            "steps": 30,
+            "tasks": 16,
+            "attempts": 8,
+            "updates": 2,
+            "optimizer": {"learning_rate": 1e-3},
+        },
+    }
+    comment = 'Made from page.txt by `ludus synth astra`. For another model: [model] name = "..."'
+    _write(folder / "recipe.toml", toml_text(recipe, comment))
+
+
+def _line(task: Task) -> str:
+    row: Json = {
+        "id": task.id,
+        "prompt": task.messages[-1].content,
+        "target": task.target,
+        "envs": task.envs,
+        "metadata": {"solution": task.metadata["solution"]},
+    }
+    return json.dumps(row, ensure_ascii=False) + "\n"
+
+
+def _write(path: Path, text: str) -> None:
+    with atomic_file(path) as temporary:
+        Path(temporary).write_text(text, encoding="utf-8")
+
+
+_FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.S)
+"""A block of code; one that was cut off is not closed."""
+_MOST_PAGE = 20_000
+_MOST_RULES = 60_000
+
+DESIGNER = """You design small simulated environments in which an agent practises a job with tools.
+You are given a page of text that describes the job. Choose 2 to 8 tools that change or show a state.
+Answer with JSON and nothing else:
+{"name": "short_name", "description": "one sentence",
+ "tools": [{"name": "tool_name", "description": "what it does",
+            "parameters": [{"name": "x", "type": "string", "description": "what it is", "required": true,
+                            "choices": ["a", "b"]}]}]}
+Types are string, integer, number, boolean, list (of texts). "choices" only where there are few.
+Names are lower case with underscores."""
+
+PROGRAMMER = """You write the rules of a simulated environment as one Python module, world.py.
+Only the standard library; no files, no network, no input. The state is a dictionary that JSON can hold.
+The module must have:
+
+def reset(seed): return a new state, decided by seed alone (random.Random(seed)).
+def task(state, seed): return {"prompt": what the agent is asked, "goal": what check needs}, decided by its
+    arguments alone. The prompt says everything that is needed and that no tool can find out.
+    Different seeds should give different tasks.
+def TOOL(state, ...): one function for each tool, with exactly the parameters of its description after state.
+    It changes state in place and returns text or JSON for the agent. For a mistake of the agent, raise
+    ValueError with a message that helps it.
+def check(state, goal, answer): return True or False: whether the goal has been reached. It must be False
+    in a state in which nothing has been done, and after a wrong solution.
+def solve(state, goal): return the calls that reach the goal from a fresh state:
+    [{"tool": "name", "arguments": {...}}, ..., {"answer": "final words, if any"}]. Use only what an agent
+    could know: call the tools that find out what is needed first.
+
+For a job in which lamps are switched on, with the tools look() and switch(lamp), it would be:
+
+```python
+import random
+
+def reset(seed):
+    return {"lamps": random.Random(seed).sample(["red", "green", "blue", "white", "pink"], 3), "on": []}
+
+def task(state, seed):
+    lamp = random.Random(seed).choice(state["lamps"])
+    return {"prompt": f"Switch the {lamp} lamp on, and no other.", "goal": {"lamp": lamp}}
+
+def look(state):
+    return {lamp: lamp in state["on"] for lamp in state["lamps"]}
+
+def switch(state, lamp):
+    if lamp not in state["lamps"]:
+        raise ValueError(f"there is no lamp {lamp}")
+    state["on"].append(lamp)
+    return f"the {lamp} lamp is on"
+
+def check(state, goal, answer):
+    return state["on"] == [goal["lamp"]]
+
+def solve(state, goal):
+    return [{"tool": "look", "arguments": {}}, {"tool": "switch", "arguments": {"lamp": goal["lamp"]}}]
+```
+
+Answer with the module in one ```python block."""
+
+
+async def design_spec(page: str, model: ChatModel, options: ChatOptions) -> WorldSpec:
+    """The tools; `ChatError` where no answer fits."""
+    return await ask(
+        model, DESIGNER, page[:_MOST_PAGE], WorldSpec, options, check=_check_acts_on_something
+    )
+
+
+def _check_acts_on_something(spec: WorldSpec) -> None:
+    """Small models put what a tool takes into its description alone; no rules can be written for that."""
+    if not any(tool.parameters for tool in spec.tools):
+        raise ValueError(
+            "no tool has parameters: give each tool a list of what it takes, such as "
+            f'"{spec.tools[-1].name}", "parameters": [{{"name": "title", "description": "..."}}]'
+        )
+
+
+async def write_rules(
+    page: str,
+    spec: WorldSpec,
+    model: ChatModel,
+    options: ChatOptions,
+    previous: str = "",
+    problems: Sequence[str] = (),
+) -> str:
+    """The rules; `previous` ones are asked again for, with what was wrong with them."""
+    asked = [
+        Message("system", PROGRAMMER),
+        Message("user", f"{page[:_MOST_PAGE]}\n\nThe tools:\n{spec.model_dump_json(indent=1)}"),
+    ]
+    if problems:
+        listed = "\n".join(f"- {one}" for one in problems)
+        text = (
+            f"That module was tried, and this is wrong with it:\n{listed}\nWrite the whole module again."
+        )
+        asked += [Message("assistant", f"```python\n{previous}\n```"), Message("user", text)]
+    return code_in((await model.chat(asked, options)).text)
+
+
+def code_in(text: str) -> str:
+    """The longest block of code in an answer; all of it where there is none."""
+    blocks = _FENCE.findall(text)
+    return max(blocks, key=len)[:_MOST_RULES] if blocks else text[:_MOST_RULES]

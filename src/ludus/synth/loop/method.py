@@ -34,15 +34,17 @@ from ludus.synth.asking import ModelSpec
 from ludus.synth.loop.expansion import (
     CapabilityRate,
     Generator,
+    LabelledTask,
     calls_of_target,
     capability_of_task,
     capability_rates,
     from_function,
     from_pool,
     from_writer,
+    judge_label,
+    mended,
     plan_expansion,
 )
-from ludus.synth.loop.labels import LabelledTask, judge_label, mended
 from ludus.synth.method import (
     ModelTrainer,
     SynthConfig,

@@ -32,32 +32,28 @@ from ludus.synth.asking import ModelSpec
 from ludus.synth.episodes import first_difference, recorded_actions, replay
 from ludus.synth.method import SynthConfig, SynthContext
 from ludus.synth.quality.checks import (
-    Finding,
-    check_calls,
-    check_coherence,
-    check_waste,
-    judge_coherence,
-)
-from ludus.synth.quality.contamination import (
-    REWORDED_SIMILARITY,
-    HeldOut,
-    Senses,
-    asked,
-    first_wordings,
-    given,
-)
-from ludus.synth.quality.difficulty import (
     LEAST_ATTEMPTS,
     TARGET,
     Difficulty,
+    Finding,
     balanced,
+    check_calls,
+    check_coherence,
+    check_waste,
     difficulty_of,
     difficulty_table,
+    judge_coherence,
 )
 from ludus.synth.quality.similarity import (
+    REWORDED_SIMILARITY,
     Clusters,
+    HeldOut,
     KeptExamples,
+    Senses,
+    asked,
     cluster,
+    first_wordings,
+    given,
     shingles,
     sketch,
     strategy_text,
