@@ -18,7 +18,7 @@ from ludus.core import ConfigError
 from ludus.core.config import read_toml
 from ludus.core.registry import load_reference
 from ludus.core.user_files import decode_user_text, file_problem, json_lines, read_user_text
-from ludus.rewards.judges.agreement import read_labels
+from ludus.rewards.check import read_labels
 from ludus.rewards.judges.rubric import load_rubric
 from ludus.rollouts import load_tasks
 from ludus.tools.library.retrieval import read_corpus

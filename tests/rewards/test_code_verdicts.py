@@ -14,8 +14,8 @@ from ludus.cli.main import app
 from ludus.core import ConfigError, Task
 from ludus.llm import UnusableReply
 from ludus.rewards import Scorer, build_reward, reward, synthetic_episode
+from ludus.rewards.check import compare, read_labels
 from ludus.rewards.judges import LabelledAnswer, measure_agreement
-from ludus.rewards.judges.agreement import compare, read_labels
 from openai_server import chat, error, garbage, serving
 
 TASK = Task.of("Write `double(x)`.", "def double(x): return 2 * x")

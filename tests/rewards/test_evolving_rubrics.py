@@ -14,8 +14,7 @@ from judge_script import code_in, evidence, verdict
 from ludus.core import ConfigError, Group, Task
 from ludus.rewards import Scorer, exact_match, synthetic_episode
 from ludus.rewards.judges import EvolutionConfig, Judge, Rubric, load_rubric
-from ludus.rewards.judges.evolving import next_strictness, spreads
-from ludus.rewards.judges.rubric import STRICTNESS_LEVELS
+from ludus.rewards.judges.rubric import STRICTNESS_LEVELS, next_strictness, spreads
 from openai_server import OpenAIServer, chat, serving
 
 TASK = Task.of("Capital of France?", "Paris")

@@ -14,7 +14,7 @@ from ludus.core import Boundary, ConfigError, InfraError, Message, Task
 from ludus.llm import BudgetExceeded, UnusableReply
 from ludus.rewards import Scorer, build_reward, exact_match, synthetic_episode
 from ludus.rewards.judges import Judge, Rubric
-from ludus.rewards.judges.evidence import code_of, fair_limit, shortened, transcript
+from ludus.rewards.judges.asking import code_of, fair_limit, shortened, transcript
 from openai_server import OpenAIServer, chat, error, garbage, serving
 
 FOUR = {"completion": 10, "accuracy": 5, "structure": 2, "citation": 0}

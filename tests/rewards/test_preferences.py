@@ -30,8 +30,7 @@ from ludus.core.trajectory import Segment, SegmentKind, TokenSequence
 from ludus.observe import RunWriter, write_groups
 from ludus.rewards import Scorer, build_reward
 from ludus.rewards.judges import PairJudge
-from ludus.rewards.judges.process import step_scores
-from ludus.rewards.preferences import (
+from ludus.rewards.judges.pairs import (
     AttemptPair,
     PairVerdict,
     agreement,
@@ -39,6 +38,7 @@ from ludus.rewards.preferences import (
     flipped,
     preference_row,
 )
+from ludus.rewards.judges.verdicts import step_scores
 from ludus.training.data.conversations import read_preferences
 from openai_server import OpenAIServer, chat, serving
 

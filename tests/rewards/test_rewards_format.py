@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ludus.core import ConfigError, Message, StopReason, Task, Trajectory
 from ludus.rewards import Format
-from ludus.rewards.format_reward import has_tags
+from ludus.rewards.text_rewards import has_tags
 
 
 @pytest.mark.parametrize(

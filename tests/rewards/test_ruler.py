@@ -15,7 +15,7 @@ from ludus.core import Group, Message, Task, Trajectory
 from ludus.llm import UnusableReply
 from ludus.rewards import Scorer, build_group_reward, synthetic_episode
 from ludus.rewards.judges import Ruler
-from ludus.rewards.judges.evidence import common_prefix
+from ludus.rewards.judges.asking import common_prefix
 from openai_server import OpenAIServer, chat, serving
 
 TASK = Task.of("Name a colour.", id="colour")

@@ -21,8 +21,8 @@ from ludus.core.user_files import file_problem, json_lines, read_user_text
 from ludus.llm import ChatError
 from ludus.observe import ReportTable, RunFolder, printable, read_groups, share_text
 from ludus.rewards.judges import PairJudge
-from ludus.rewards.judges.evidence import transcript
-from ludus.rewards.preferences import (
+from ludus.rewards.judges.asking import transcript
+from ludus.rewards.judges.pairs import (
     AttemptPair,
     PairVerdict,
     Side,

@@ -9,7 +9,6 @@ from ludus.rewards.check import (
     synthetic_episode,
 )
 from ludus.rewards.compose import Composite, Efficiency, FormatGate, Gate, ToolBonus, Weighted, combine
-from ludus.rewards.format_reward import Format
 from ludus.rewards.group_rewards import CountBonus, Curiosity, Ranking
 from ludus.rewards.maths_reward import maths
 from ludus.rewards.registry import GROUP_REWARDS, REWARDS, build_group_reward, build_reward
@@ -21,7 +20,7 @@ from ludus.rewards.reward import (
     reward,
 )
 from ludus.rewards.scorer import Scorer, TurnReward
-from ludus.rewards.text_rewards import contains, exact_match, f1, numeric
+from ludus.rewards.text_rewards import Format, contains, exact_match, f1, numeric
 
 __all__ = [
     "GROUP_REWARDS",

@@ -15,7 +15,6 @@ from ludus.core.failures import ConfigError
 from ludus.core.task import Task
 from ludus.core.trajectory import Reward, Trajectory
 from ludus.rewards.conduct import Unit, amount_used, good_calls, made_calls, tool_names
-from ludus.rewards.declared import OptionsReward, RewardTraits
 from ludus.rewards.reward import CheckedReward, with_retries
 from ludus.rewards.scorer import (
     RewardLike,
@@ -25,7 +24,7 @@ from ludus.rewards.scorer import (
     rewards_by_name,
     weight_of,
 )
-from ludus.rewards.scores import Parts, checked_weight, merge, number
+from ludus.rewards.scores import OptionsReward, Parts, RewardTraits, checked_weight, merge, number
 
 Envs = Mapping[str, Any]
 Scored = tuple[float | None, Parts]

@@ -10,8 +10,7 @@ from typing import Any
 from ludus.core.failures import ConfigError
 from ludus.core.trajectory import Group, Trajectory
 from ludus.rewards.conduct import Unit, amount_used, good_calls, made_calls, tool_names
-from ludus.rewards.declared import OptionsReward
-from ludus.rewards.scores import number
+from ludus.rewards.scores import OptionsReward, number
 
 
 @dataclass(kw_only=True, eq=False)

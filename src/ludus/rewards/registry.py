@@ -21,9 +21,9 @@ from ludus.core.config_errors import type_mismatch
 from ludus.core.failures import ConfigError
 from ludus.core.registry import Registry
 from ludus.core.trajectory import GroupReward, Reward
-from ludus.rewards.declared import RewardTraits
 from ludus.rewards.reward import SETTINGS, UserFunction
 from ludus.rewards.scorer import TurnReward, as_group_reward, as_reward_or_turn_reward
+from ludus.rewards.scores import RewardTraits
 
 REWARDS = Registry(
     "reward",
@@ -34,12 +34,12 @@ REWARDS = Registry(
         "expected_calls": "ludus.rewards.call_rewards:expected_calls",
         "numeric": "ludus.rewards.text_rewards:numeric",
         "maths": "ludus.rewards.maths_reward:maths",
-        "format": "ludus.rewards.format_reward:Format",
+        "format": "ludus.rewards.text_rewards:Format",
         "efficiency": "ludus.rewards.compose:Efficiency",
         "gate": "ludus.rewards.compose:Gate",
         "format_gate": "ludus.rewards.compose:FormatGate",
         "tool_bonus": "ludus.rewards.compose:ToolBonus",
-        "three_dimensional": "ludus.rewards.three_dimensional:ThreeDimensional",
+        "three_dimensional": "ludus.rewards.call_rewards:ThreeDimensional",
         "turn_penalty": "ludus.rewards.call_rewards:turn_penalty",
         "call_penalty": "ludus.rewards.call_rewards:call_penalty",
         "time_penalty": "ludus.rewards.call_rewards:TimePenalty",

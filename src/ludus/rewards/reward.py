@@ -31,8 +31,8 @@ from ludus.core.task import Task
 from ludus.core.trajectory import Group, Trajectory
 from ludus.core.user_code import defined_at, error_with_location, log_once
 from ludus.remote.threads import threads_for
-from ludus.rewards.declared import DEFAULT_TIMEOUT
 from ludus.rewards.scores import (
+    DEFAULT_TIMEOUT,
     Parts,
     ScoreError,
     checked_name,

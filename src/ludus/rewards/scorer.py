@@ -30,7 +30,6 @@ from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 from ludus.core.failures import ConfigError
 from ludus.core.task import Task
 from ludus.core.trajectory import Group, GroupReward, Reward, StopReason, Trajectory
-from ludus.rewards.declared import EvolvingReward, RewardTraits, StatefulReward
 from ludus.rewards.reward import (
     STRICTNESS,
     CheckedReward,
@@ -44,7 +43,10 @@ from ludus.rewards.reward import (
 )
 from ludus.rewards.scores import (
     TOOLS,
+    EvolvingReward,
     Parts,
+    RewardTraits,
+    StatefulReward,
     merge,
     number,
     parse_group_scores,

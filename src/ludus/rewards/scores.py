@@ -1,4 +1,4 @@
-"""Return values of rewards, and their conversion to checked scores.
+"""What rewards declare (optional attributes, options), and what they return, as checked scores.
 
 A function may return:
 
@@ -16,8 +16,9 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, fields
 from numbers import Real
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from ludus.core.failures import ConfigError
 from ludus.core.trajectory import Group
@@ -170,3 +171,59 @@ def checked_weight(weight: float, name: str) -> float:
         return number(weight, f"the weight of {name!r}")
     except ScoreError as error:
         raise ConfigError(str(error)) from error
+
+
+DEFAULT_TIMEOUT = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class RewardTraits:
+    """Optional attributes of a reward, with what holds where it has none."""
+
+    weight: float = 1.0
+    """Factor of its score."""
+    timeout: float | None = DEFAULT_TIMEOUT
+    """Seconds for one call of its scoring method."""
+    uses_envs: bool = True
+    """Whether it touches the episode's environments, which only one reward may do at a time."""
+    runs_last: bool = False
+    """Whether it waits for the rewards beside it."""
+    children: Sequence[Any] = ()
+    """The rewards that it is made of."""
+    takes_rewards: frozenset[str] = frozenset()
+    """Of a class: which of its options are rewards themselves; recipes may nest these."""
+
+    @classmethod
+    def of(cls, reward: Any) -> RewardTraits:
+        names = [one.name for one in fields(cls) if hasattr(reward, one.name)]
+        return cls(**{name: getattr(reward, name) for name in names})
+
+
+@runtime_checkable
+class StatefulReward(Protocol):
+    """A reward whose memory is part of a checkpoint."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+@runtime_checkable
+class EvolvingReward(Protocol):
+    """A reward that changes with the policy."""
+
+    async def end_step(self, groups: Sequence[Group]) -> None:
+        """After the episodes of a training step, and before its update."""
+
+
+@dataclass(kw_only=True, eq=False)
+class OptionsReward:
+    """A reward whose options are the fields of a dataclass, as those of the library are."""
+
+    name: str
+    weight: float = 1.0
+    uses_envs = False
+
+    def __post_init__(self) -> None:
+        self.name = checked_name(self.name)
+        self.weight = checked_weight(self.weight, self.name)

@@ -14,8 +14,8 @@ from typing import Any
 
 from ludus.core.failures import ConfigError
 from ludus.envs import PoolConfig
-from ludus.rewards.declared import RewardTraits, StatefulReward
 from ludus.rewards.scorer import takes_strictness
+from ludus.rewards.scores import RewardTraits, StatefulReward
 from ludus.tools import Tool
 from ludus.tools.library import tools_named
 from ludus.training.config.parts import Parts

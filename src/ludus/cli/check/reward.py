@@ -15,9 +15,9 @@ from ludus.core.failures import ConfigError
 from ludus.core.task import Task
 from ludus.observe import Progress
 from ludus.rewards import TurnReward, build_reward
+from ludus.rewards.check import measure_agreement, read_labels
 from ludus.rewards.code_tests import UnitTests
 from ludus.rewards.code_tests.weak_tests import find_weak_tests
-from ludus.rewards.judges.agreement import measure_agreement, read_labels
 from ludus.rewards.registry import REWARDS
 from ludus.rewards.scorer import rewards_by_name
 from ludus.rollouts.tasksets import load_tasks

@@ -68,7 +68,7 @@ _GUEST = "ludus.rewards.code_tests.guest"
 _PLAIN_DATA, _SOLUTION_MAIN = f"{_GUEST}.plain_data", f"{_GUEST}.solution_main"
 _TESTS_MAIN = f"{_GUEST}.tests_main"
 _TESTS_MODULES = (
-    *(_PLAIN_DATA, f"{_GUEST}.test_discovery", f"{_GUEST}.proxies", f"{_GUEST}.array_checks"),
+    *(_PLAIN_DATA, f"{_GUEST}.test_discovery", f"{_GUEST}.proxies"),
     _TESTS_MAIN,
 )
 """In the order of their imports: a bundle defines them one after another."""

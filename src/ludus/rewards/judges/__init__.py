@@ -3,14 +3,12 @@
 `PairJudge` says which of two attempts is better, for reward models and DPO.
 """
 
-from ludus.rewards.judges.agreement import Agreement, LabelledAnswer, measure_agreement
-from ludus.rewards.judges.evolving import EvolutionConfig
+from ludus.rewards.check import Agreement, LabelledAnswer, measure_agreement
 from ludus.rewards.judges.judge import CodeQuality, Judge
 from ludus.rewards.judges.pairs import PairJudge
-from ludus.rewards.judges.process import ProcessJudge
-from ludus.rewards.judges.rubric import Criterion, Rubric, load_rubric
+from ludus.rewards.judges.rubric import Criterion, EvolutionConfig, Rubric, load_rubric
 from ludus.rewards.judges.ruler import Ruler
-from ludus.rewards.judges.verdicts import ModelMatch, SemiFormal
+from ludus.rewards.judges.verdicts import ModelMatch, ProcessJudge, SemiFormal
 
 __all__ = [
     "Agreement",

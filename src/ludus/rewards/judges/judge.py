@@ -10,10 +10,12 @@ from ludus.core.failures import ConfigError
 from ludus.core.messages import Message
 from ludus.core.task import Task
 from ludus.core.trajectory import Group, Trajectory
-from ludus.rewards.judges.asking import AskingReward, CodedVerdict, OutOfTen
-from ludus.rewards.judges.evidence import (
+from ludus.rewards.judges.asking import (
     UNTRUSTED,
+    AskingReward,
+    CodedVerdict,
     JudgeQuestion,
+    OutOfTen,
     done_in,
     images,
     listed,
@@ -21,13 +23,13 @@ from ludus.rewards.judges.evidence import (
     shortened,
     transcript,
 )
-from ludus.rewards.judges.evolving import load_evolution
 from ludus.rewards.judges.rubric import (
     CODE_QUALITY_RUBRIC,
     DEFAULT_RUBRIC,
     Rubric,
     RubricSpec,
     dimensions_rubric,
+    load_evolution,
     load_rubric,
 )
 from ludus.rewards.scores import Parts

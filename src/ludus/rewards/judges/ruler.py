@@ -23,12 +23,15 @@ from ludus.core.messages import Message
 from ludus.core.random import key, shuffled
 from ludus.core.trajectory import Group, Trajectory
 from ludus.llm import BudgetExceeded, ChatError
-from ludus.rewards.judges.asking import AskingReward, CodedVerdict, Unit, harmless
-from ludus.rewards.judges.evidence import (
+from ludus.rewards.judges.asking import (
     UNTRUSTED,
+    AskingReward,
+    CodedVerdict,
     JudgeQuestion,
+    Unit,
     common_prefix,
     fair_limit,
+    harmless,
     numbered,
     question,
     transcript,

@@ -16,7 +16,7 @@ from typing import Any
 from ludus.core.messages import Media, Message
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
-from ludus.rewards.judges.evidence import JudgeQuestion
+from ludus.rewards.judges.asking import JudgeQuestion
 from ludus.rewards.judges.judge import Judge
 from ludus.rewards.judges.rubric import Criterion, Rubric, RubricSpec
 from ludus.rewards.scores import Parts

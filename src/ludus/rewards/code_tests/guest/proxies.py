@@ -8,13 +8,15 @@ everything, or whose difference from the expected value is always 0, would pass.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from ludus.rewards.code_tests.guest.plain_data import ERRORS, Decoder, Encoder, TooLarge, read, write
-from ludus.rewards.code_tests.guest.test_discovery import TESTS_FILE
+from ludus.rewards.code_tests.guest.test_discovery import TESTS_FILE, free_names, imported
 
 Ask = Callable[[str], str]
 T = TypeVar("T")
@@ -299,3 +301,63 @@ def _of(kind: type[T], value: Any) -> T:
     if type(value) is not kind:
         raise TypeError(f"{kind.__name__} expected, not {type(value).__name__}")
     return value
+
+
+_TESTING = (
+    *("assert_allclose", "assert_almost_equal", "assert_approx_equal", "assert_array_almost_equal"),
+    *("assert_array_equal", "assert_array_less", "assert_equal"),
+)
+_COMPARISONS: dict[str, Sequence[str]] = {
+    "numpy": ("allclose", "isclose", "array_equiv"),
+    "numpy.testing": _TESTING,
+    "torch": ("allclose", "isclose"),
+}
+_ALIASES = {"numpy": ("np", "numpy"), "torch": ("torch",)}
+
+
+def guard_arrays(sources: Iterable[str]) -> None:
+    """Make the comparisons of those modules that the tests use take empty and not empty for unequal."""
+    used: set[str] = set()
+    for source in sources:
+        used |= imported(source) | free_names(source)
+    for name, functions in _COMPARISONS.items():
+        root = name.partition(".")[0]
+        if not used & {root, *_ALIASES[root]}:
+            continue
+        try:
+            module = importlib.import_module(name)
+        except ImportError:
+            continue  # the tests will say so
+        for one in functions:
+            setattr(module, one, _guarded(getattr(module, one), root))
+
+
+def _guarded(compare: Callable[..., Any], root: str) -> Callable[..., Any]:
+    @functools.wraps(compare)
+    def guarded(*args: Any, **named: Any) -> Any:
+        given = [_array(one, root) for one in args[:2]]
+        named = {key: _array(one, root) for key, one in named.items()}
+        operands = [*given, *named.values()][:2]
+        if len({_is_empty(one) for one in operands}) > 1:
+            if compare.__name__.startswith("assert"):
+                raise AssertionError("one of the arrays is empty, and the other is not")
+            library = importlib.import_module(root)
+            return library.asarray(False) if compare.__name__ == "isclose" else False
+        return compare(*given, *args[2:], **named)
+
+    return guarded
+
+
+def _array(value: Any, root: str) -> Any:
+    """Convert to an array once: an object of the solution's may have another value when it is read again."""
+    if root == "torch" or not isinstance(value, (list, tuple, Proxy)):
+        return value
+    try:
+        return importlib.import_module("numpy").asanyarray(value)
+    except ValueError:  # rows of several lengths
+        return value
+
+
+def _is_empty(value: Any) -> bool:
+    count = getattr(value, "numel", None)
+    return bool(count() == 0 if callable(count) else getattr(value, "size", 1) == 0)

@@ -21,9 +21,8 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ludus.rewards.code_tests.guest.array_checks import guard_arrays
 from ludus.rewards.code_tests.guest.plain_data import read, write
-from ludus.rewards.code_tests.guest.proxies import Proxy, SolutionClient, Stopped
+from ludus.rewards.code_tests.guest.proxies import Proxy, SolutionClient, Stopped, guard_arrays
 from ludus.rewards.code_tests.guest.test_discovery import (
     FUNCTIONS,
     TESTS_FILE,
