@@ -1,11 +1,10 @@
 """Preferences: pairs of attempts at a task, which of the two is better, and `PairJudge`, a model that says so.
 
-The model is asked twice, with the two in either order, because judges prefer what they read first. Where the two
-verdicts differ there is none: a tie.
+The model is asked twice, with the two in either order, because judges prefer what they read first. Where the
+two verdicts differ there is none: a tie.
 
-A row is what DPO and reward models read: `prompt`, `chosen`, `rejected`, and `dimensions` with what is better in
-which respect. A pair in which neither is better makes no row.
-"""
+A row is what DPO and reward models read: `prompt`, `chosen`, `rejected`, and `dimensions` with what is better
+in which respect. A pair in which neither is better makes no row."""
 
 from __future__ import annotations
 
