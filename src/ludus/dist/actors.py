@@ -23,10 +23,10 @@ from ludus.dist.cluster import Claim, RayCluster, cause_of, load_ray, node_for
 from ludus.envs.remote import RemoteEnv
 from ludus.remote.channel import Frame
 from ludus.remote.supervisor import NoWorker, Supervisor, WorkerDied
-from ludus.rewards.scores import DEFAULT_TIMEOUT
 from ludus.rewards.registry import build_reward
 from ludus.rewards.reward import CheckedReward
 from ludus.rewards.scorer import evaluate, evaluate_turns
+from ludus.rewards.scores import DEFAULT_TIMEOUT
 from ludus.tools.hosting import PooledHost, ToolFacts, ToolReference
 from ludus.tools.hosting.host import LOADER, HostedTools, error_to_json, reply_of
 from ludus.tools.toolset import malformed
