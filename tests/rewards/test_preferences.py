@@ -144,7 +144,9 @@ def test_the_command_collects_pairs_from_a_judge_and_goes_on(
     asked = len(server.bodies)
     done = CliRunner().invoke(app, [*call, *judged, "--labels", str(out)])
     assert (
-        "0 pairs judged" in done.output and "agreement" in done.output and "6 of 6 (100%)" in done.output
+        "0 pairs judged" in done.output
+        and "agreement" in done.output
+        and "6 of 6 (100.0%)" in done.output
     )
     assert len(server.bodies) == asked, "what is known is not asked again"
 
