@@ -16,7 +16,8 @@ from ludus.cli.main import app
 from ludus.core import Fault, ToolResult
 from ludus.observe import RunFolder
 from ludus.training import Recipe, train
-from ludus.training.report import best_of, no_signal_text
+from ludus.training.early_end import best_of
+from ludus.training.report import no_signal_text
 
 MODULE = '''
 import ludus

@@ -15,7 +15,7 @@ from ludus.core import ConfigError
 from ludus.observe import RunFolder
 from ludus.training import Recipe
 from ludus.training.config.rl import PlateauConfig
-from ludus.training.plateau import find_plateau, fit_power_law, plateau_report
+from ludus.training.early_end import find_plateau, fit_power_law, plateau_report
 
 SHORT = PlateauConfig(after=6, window=4)
 

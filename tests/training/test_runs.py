@@ -39,11 +39,11 @@ from ludus.training import (
     trajectory_of,
 )
 from ludus.training.api import resolve
+from ludus.training.checkpoint import check_extension, finished_text
 from ludus.training.config.parts import demonstrations_of, resolve_part
 from ludus.training.config.recipe_files import load_recipe
+from ludus.training.early_end import best_of, idle_patience, is_exhausted
 from ludus.training.models.loading import scratch_parameters
-from ludus.training.report import best_of, idle_patience, is_exhausted
-from ludus.training.resume import check_extension, finished_text
 
 
 def settings(folder: Path, **tables: Any) -> dict[str, Any]:
@@ -514,7 +514,7 @@ def test_an_expert_may_fail_on_some_tasks(tmp_path: Path) -> None:
 def test_an_expert_that_goes_in_circles_is_cut_off_and_not_imitated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ludus.training.run_context.EXPERT_TURNS", 20)
+    monkeypatch.setattr("ludus.training.demonstrations.EXPERT_TURNS", 20)
 
     def lost(task: ludus.Task) -> Any:
         while task.id in ("1", "4"):
@@ -879,7 +879,7 @@ def test_the_best_checkpoint_is_kept_and_named(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run")
     assert [checkpoint.step for checkpoint in run.checkpoints()] == [2, 6]
     assert result.best == run.checkpoints_path / "step-000002" != result.model
-    said = "Best checkpoint: `checkpoints/step-000002` (held-out success 1.000, after 2 steps of RL)"
+    said = "Best checkpoint: `checkpoints/step-000002` (held-out success 100.0%, after 2 steps of RL)"
     assert said in run.report_path.read_text()
 
 
@@ -888,7 +888,7 @@ def test_the_best_checkpoint_may_be_the_warm_starts_and_is_said_to_be(tmp_path: 
     result = ludus.train(**tables, **measured_code([0.0, 1.0, 0.5]), demonstrations=[ANSWER])
     assert result.best == tmp_path / "run" / "checkpoints" / "step-000001" != result.model
     assert result.report.best_stage == "after the warm start"
-    assert "1.000, after the warm start)" in RunFolder(tmp_path / "run").report_path.read_text()
+    assert "100.0%, after the warm start)" in RunFolder(tmp_path / "run").report_path.read_text()
 
 
 def test_a_stage_ends_early_and_a_killed_run_knows_it(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import ludus
 from ludus.cli.main import app
 from ludus.core import ConfigError
 from ludus.observe import RunFolder, read_groups
-from ludus.training.replay import replayed_recipe
+from ludus.training.checkpoint import replayed_recipe
 
 TREE = {"roots": 1, "rounds": 2}
 

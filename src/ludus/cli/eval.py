@@ -37,6 +37,7 @@ from ludus.observe import (
 from ludus.training.config.parts import Parts, check_rebuilt, load_parts, task_set_specs
 from ludus.training.config.recipe import Recipe
 from ludus.training.config.recipe_files import find_recipe, load_recipe, packaged_recipes
+from ludus.training.early_end import best_of
 from ludus.training.evaluation.evaluate import TASK_SET, EvalModel, Evaluation, find_model
 from ludus.training.evaluation.report import (
     comparison_table,
@@ -58,7 +59,6 @@ from ludus.training.evaluation.study import (
     settings_of,
 )
 from ludus.training.evaluation.summary import SummaryOptions
-from ludus.training.report import best_of
 
 
 @dataclass(frozen=True, slots=True)

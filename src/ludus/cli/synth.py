@@ -41,13 +41,13 @@ from ludus.synth import (
 from ludus.synth.asking import POLICY, ModelSpec
 from ludus.synth.report import tables_of
 from ludus.training.api import train_async
+from ludus.training.checkpoint import resumed_recipe
 from ludus.training.config.parts import Parts, task_set_specs
 from ludus.training.config.recipe import Recipe
 from ludus.training.data.conversations import read_conversations
 from ludus.training.data.task_sampler import TaskSet
 from ludus.training.evaluation.evaluate import EvalModel, find_model, measure
 from ludus.training.evaluation.study import settings_of_set
-from ludus.training.resume import resumed_recipe
 
 _TABLE = "synth."
 

@@ -79,9 +79,8 @@ def _resumed(folder: Path, overrides: list[str]) -> tuple[RunWriter, Recipe, Par
         check_rebuilt(str(folder), run.objects(), [one.partition("=")[0] for one in overrides])
         recipe = Recipe.parse(run.recipe(), f"{folder}/recipe.json")
         parts = load_parts(recipe)
-        from ludus.training.checkpoint import load_progress
+        from ludus.training.checkpoint import finished_text, load_progress, resumed_recipe
         from ludus.training.preflight import with_step_counts
-        from ludus.training.resume import finished_text, resumed_recipe
 
         if overrides:
             recipe = resumed_recipe(run, overrides)
@@ -102,7 +101,7 @@ def _replayed(folder: Path, overrides: list[str]) -> tuple[Recipe, Parts]:
     """The recipe and the code of a run that is trained again from its record."""
     source = RunFolder(folder)
     check_rebuilt(str(folder), source.objects(), [one.partition("=")[0] for one in overrides])
-    from ludus.training.replay import replayed_recipe
+    from ludus.training.checkpoint import replayed_recipe
 
     recipe = replayed_recipe(source, overrides)
     return recipe, load_parts(recipe)

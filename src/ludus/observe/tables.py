@@ -82,7 +82,10 @@ class ReportTable:
         table = Table(title=Text(printable(self.title)) if self.title else None)
         for column, right in zip(self.columns, self._numeric(), strict=True):
             table.add_column(
-                Text(printable(column)), justify="right" if right else "left", overflow="fold"
+                Text(printable(column)),
+                justify="right" if right else "left",
+                overflow="fold",
+                no_wrap=right,
             )
         for row in self.texts:
             table.add_row(*(Text(printable(text), (styles or {}).get(text, "")) for text in row))

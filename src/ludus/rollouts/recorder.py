@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -40,7 +39,7 @@ from ludus.core.trajectory import (
 from ludus.envs.world import ExpertMoves, next_move
 from ludus.llm import ChatError
 from ludus.remote.threads import run_sync
-from ludus.remote.time_limit import current_limit, queueing, recorded_wait, under_limit
+from ludus.remote.time_limit import SamplingGate, current_limit, recorded_wait, under_limit
 
 
 class BudgetUsedUp(LudusError):
@@ -102,39 +101,6 @@ class Budgets(Config):
 
 Position = tuple[int, int]
 """(sequence, segment): the place just after that segment."""
-
-
-class SamplingGate:
-    """Lets requests of many episodes through to the engine, or holds them back; counts those at the engine."""
-
-    def __init__(self) -> None:
-        self._open = asyncio.Event()
-        self._open.set()
-        self.sampling: Counter[str] = Counter()
-        """Requests at the engine, by session."""
-
-    def close(self) -> None:
-        self._open.clear()
-
-    def open(self) -> None:
-        self._open.set()
-
-    async def passed(self) -> None:
-        """Wait until it is open; an episode's time limit stands still."""
-        if not self._open.is_set():
-            with queueing():
-                await self._open.wait()
-
-    @contextmanager
-    def noted(self, session: str) -> Iterator[None]:
-        """Count a request of this session while it is at the engine."""
-        self.sampling[session] += 1
-        try:
-            yield
-        finally:
-            self.sampling[session] -= 1
-            if not self.sampling[session]:
-                del self.sampling[session]
 
 
 @dataclass(frozen=True, slots=True)

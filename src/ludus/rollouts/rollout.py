@@ -51,12 +51,12 @@ from ludus.envs import (
 )
 from ludus.envs.env import call_env
 from ludus.remote.threads import run_all, stop_all
-from ludus.remote.time_limit import time_limit
+from ludus.remote.time_limit import SamplingGate, time_limit
 from ludus.rewards import Scorer
 from ludus.rollouts.agent import Agent
 from ludus.rollouts.branching import EpisodeRecord, Origin, WorldState, check_forkable
 from ludus.rollouts.episode import Episode, EpisodeOver
-from ludus.rollouts.recorder import Budgets, EngineChatModel, Recorder, SamplingGate, asking_policy
+from ludus.rollouts.recorder import Budgets, EngineChatModel, Recorder, asking_policy
 from ludus.rollouts.tool_calls import StepRewards
 from ludus.rollouts.tree import SEARCH_SCORE, Leaf, TreeConfig, grow_tree, search_turns
 from ludus.tools import CombinedTools

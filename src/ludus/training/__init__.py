@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ludus.training.data.curriculum import Curriculum, CurriculumConfig
     from ludus.training.data.micro_batches import MicroBatch, micro_batches
     from ludus.training.data.task_sampler import TaskSampler, TaskSet, items_of_step
+    from ludus.training.demonstrations import play_expert
     from ludus.training.evaluation.evaluate import Evaluation
     from ludus.training.loop import Trainer
     from ludus.training.models.adapter_reference import adapter_reference
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
         build_run_context,
         build_task_sets,
         close_task_sets,
-        play_expert,
     )
     from ludus.training.stages.sft import sft_step
 

@@ -27,6 +27,7 @@ from ludus.envs import Env
 from ludus.observe import SINKS, AuditLog, RunFolder, RunWriter, setup_logging
 from ludus.remote.threads import frozen_gc, run_coroutine
 from ludus.rollouts.agent import Agent, Expert
+from ludus.training.checkpoint import checkpoint_to_resume, replayed_recipe, resumed_recipe
 from ludus.training.config.cluster import launched_rank
 from ludus.training.config.parts import (
     Parts,
@@ -46,12 +47,9 @@ from ludus.training.loop import OnStep, Trainer
 from ludus.training.models.loading import check_source
 from ludus.training.optim.shard_files import UnsavedError
 from ludus.training.preflight import check_engines, check_parts, check_servers, with_step_counts
-from ludus.training.progress import show_progress
 from ludus.training.ranks.processes import RankError
 from ludus.training.ranks.worker import serve_rank
-from ludus.training.replay import replayed_recipe
-from ludus.training.report import Report, write_report
-from ludus.training.resume import checkpoint_to_resume, resumed_recipe
+from ludus.training.report import Report, show_progress, write_report
 from ludus.training.run_context import build_run_context
 
 log = logging.getLogger(__name__)
@@ -307,8 +305,8 @@ async def train_async(
         counted = with_step_counts(recipe, parts)
         how = again.format(path=str(writer.path))
         with show_progress(writer, show, how, rate_notes(recipe)) as display:
-            watching = _joined([one for one in (display, on_step) if one is not None])
-            return await _train_on(writer, counted, parts, run is not None, watching)
+            watchers = [one for one in (display, on_step) if one is not None]
+            return await _train_on(writer, counted, parts, run is not None, watchers)
     except (OSError, UnsavedError) as error:
         if isinstance(error, OSError) and error.errno not in _NO_ROOM:
             raise
@@ -327,14 +325,6 @@ async def train_async(
         raise
 
 
-def _joined(watching: Sequence[OnStep]) -> OnStep:
-    def on_step(phase: str, step: int, total: int, metrics: dict[str, float]) -> None:
-        for one in watching:
-            one(phase, step, total, metrics)
-
-    return on_step
-
-
 @contextmanager
 def _closed_on_error(run: RunWriter | None) -> Iterator[None]:
     """Give a run back that could not be resumed, so that it can be tried again."""
@@ -347,12 +337,12 @@ def _closed_on_error(run: RunWriter | None) -> Iterator[None]:
 
 
 async def _train_on(
-    writer: RunWriter, recipe: Recipe, parts: Parts, is_resumed: bool, on_step: OnStep
+    writer: RunWriter, recipe: Recipe, parts: Parts, is_resumed: bool, watchers: Sequence[OnStep]
 ) -> Result:
     """Train; after the death of a trainer rank, go on from the last checkpoint as often as the recipe says."""
     for left in reversed(range(recipe.cluster.restarts + 1)):
         try:
-            return await _train_in(writer, recipe, parts, is_resumed, on_step)
+            return await _train_in(writer, recipe, parts, is_resumed, watchers)
         except RankError as error:
             if not left:
                 raise
@@ -362,7 +352,7 @@ async def _train_on(
 
 
 async def _train_in(
-    writer: RunWriter, recipe: Recipe, parts: Parts, is_resumed: bool, on_step: OnStep
+    writer: RunWriter, recipe: Recipe, parts: Parts, is_resumed: bool, watchers: Sequence[OnStep]
 ) -> Result:
     with writer, setup_logging(writer), _audited(writer, recipe, parts) as parts:
         checkpoint = checkpoint_to_resume(writer, recipe) if is_resumed else None
@@ -371,13 +361,15 @@ async def _train_in(
             recipe, parts, start, run=writer.path.name, folder=writer.path
         ) as context:
             if context.placement is not None:
-                on_step = _joined([on_step, context.placement.report])
+                watchers = [*watchers, context.placement.report]
             if is_resumed:  # what was written after the checkpoint will come again
                 writer.truncate_after(checkpoint.step if checkpoint else -1)
-            _add_sinks(writer, recipe, checkpoint.step + 1 if checkpoint else 0)
+            raw, first = recipe.model_dump(mode="json"), checkpoint.step + 1 if checkpoint else 0
+            for name in recipe.run.all_sinks:
+                writer.add_sink(partial(SINKS.load(name), writer.path, raw, first))
             writer.write_in_background()
             with frozen_gc():
-                trainer = Trainer(context, writer, on_step)
+                trainer = Trainer(context, writer, watchers)
                 await trainer.train(checkpoint)
         report = write_report(writer, trainer.recipe)
         await asyncio.sleep(0)  # a Ctrl-C of meanwhile ends the run here, where what is saved is said
@@ -408,9 +400,3 @@ def new_run(recipe: Recipe) -> RunWriter:
     if recipe.run.folder is not None:
         return RunWriter.create(recipe.run.folder, raw)
     return RunWriter.create_numbered(recipe.name, raw)
-
-
-def _add_sinks(run: RunWriter, recipe: Recipe, first_step: int) -> None:
-    raw = recipe.model_dump(mode="json")
-    for name in recipe.run.all_sinks:
-        run.add_sink(partial(SINKS.load(name), run.path, raw, first_step))

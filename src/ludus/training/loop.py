@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -37,16 +37,9 @@ from ludus.training.checkpoint import (
     save_checkpoint,
 )
 from ludus.training.config.recipe import stage_ends
+from ludus.training.early_end import best_of, idle_patience, reason_to_end
 from ludus.training.evaluation.evaluate import Evaluation
-from ludus.training.report import (
-    best_of,
-    idle_patience,
-    is_exhausted,
-    no_signal_text,
-    stage_of,
-    stage_plateau,
-    write_diagnosis,
-)
+from ludus.training.report import no_signal_text, stage_of, write_diagnosis
 from ludus.training.run_context import RunContext
 from ludus.training.stages import Stage, StepResult, stage_class
 from ludus.training.stages.base import check_failures
@@ -63,13 +56,13 @@ OnStep = Callable[[str, int, int, dict[str, float]], None]
 class Trainer:
     """Runs the stages of a recipe in a run context, and writes them into a run folder."""
 
-    def __init__(self, context: RunContext, run: RunWriter, on_step: OnStep | None = None) -> None:
+    def __init__(self, context: RunContext, run: RunWriter, watchers: Sequence[OnStep] = ()) -> None:
         self.context = context
         self.recipe = context.recipe
         self.run = run
         self.progress = RunProgress()
         self.evaluations: dict[str, Evaluation] = {}
-        self._on_step = on_step or (lambda phase, step, total, metrics: None)
+        self._watchers = watchers
         self._saved: int | None = None
         self._stage: Stage[Any] | None = None
         self._rewards = ""
@@ -84,12 +77,10 @@ class Trainer:
 
     async def train(self, checkpoint: Checkpoint | None = None) -> None:
         """All stages, or what is left of them after a checkpoint."""
-        self._gpus = GpuMonitor.start() if _is_on_gpu(self.context) else None
-        try:
+        if next(self.context.policy.parameters()).is_cuda:
+            self._gpus = GpuMonitor.start()
+        with closing(self._gpus) if self._gpus is not None else nullcontext():
             await self._run_stages(checkpoint)
-        finally:
-            if self._gpus is not None:
-                self._gpus.close()
 
     async def _run_stages(self, checkpoint: Checkpoint | None) -> None:
         if checkpoint is None:
@@ -166,23 +157,12 @@ class Trainer:
         if self.progress.step or stage.config.saves_at_start:
             self.save()
         while self.progress.done < stage.steps:
-            if (reason := self._reason_to_end(number)) is not None:
+            done = self.progress.done
+            reason = reason_to_end(self.run, self.recipe, number, self.progress.step - done, done)
+            if reason is not None:
                 self._end_early(number, reason)
                 break
             await self._advance(stage)
-
-    def _reason_to_end(self, number: int) -> str | None:
-        """Why the stage is over before its last step: patience is used up, or a tool's use has levelled off."""
-        config, done = self.recipe.evaluation, self.progress.done
-        start = self.progress.step - done
-        is_measured = config.patience is not None and done and done % config.every == 0
-        if is_measured and is_exhausted(self.run.metrics(), self.recipe, number, start):
-            return (
-                f"evaluation.patience = {config.patience} evaluations brought no better held-out "
-                f"{config.best_by}. The best checkpoint is kept"
-            )
-        plateau = stage_plateau(self.run.metrics, self.recipe, number, start, done)
-        return None if plateau is None else f"rl.plateau: {plateau}"
 
     def _end_early(self, number: int, reason: str) -> None:
         """The stage has as many steps as it has done, by the run's recipe too: it counts as finished."""
@@ -294,8 +274,5 @@ class Trainer:
     def _log(self, phase: str, number: int, total: int, metrics: dict[str, float]) -> None:
         metrics |= {} if self._gpus is None else self._gpus.take()
         self.run.log(self.progress.step, metrics)
-        self._on_step(phase, number, total, metrics)
-
-
-def _is_on_gpu(context: RunContext) -> bool:
-    return next(context.policy.parameters()).device.type == "cuda"
+        for watch in self._watchers:
+            watch(phase, number, total, metrics)

@@ -16,13 +16,14 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Protocol
 
 from ludus.core.failures import Boundary, ConfigError, EngineError, Failure
 from ludus.core.task import Task
 from ludus.core.trajectory import Group
 from ludus.remote.threads import stop_all
-from ludus.rollouts.recorder import Budgets, SamplingGate
+from ludus.remote.time_limit import EpisodePlaces, GroupPlaces, SamplingGate
+from ludus.rollouts.recorder import Budgets
 from ludus.rollouts.rollout import Rollout
 from ludus.training.config.rl import RolloutSettings
 from ludus.training.data.curriculum import BUDGETS, STRICTNESS
@@ -97,8 +98,8 @@ class LocalPlayer:
         """Whether holding waits for the episodes in flight. They have environments that an evaluation may
         need, and scores would be lost: an evaluation puts rewards' memories back to where they were before
         it."""
-        self._places = _Places(max(one.rollout.max_in_flight for one in sets))
-        self._attempts: dict[int, _GroupPlaces] = {}
+        self._places = EpisodePlaces(max(one.rollout.max_in_flight for one in sets))
+        self._attempts: dict[int, GroupPlaces] = {}
         self._running: dict[int, asyncio.Task[None]] = {}
         self._begun: dict[int, tuple[GroupPlan, float]] = {}
         self._arrived: asyncio.Queue[PlayedGroup | BaseException] = asyncio.Queue()
@@ -122,7 +123,7 @@ class LocalPlayer:
 
     async def _group(self, plan: GroupPlan) -> Group:
         rollout = rollouts_at(self._sets, self._settings, plan.values)[plan.set]
-        places = self._attempts[plan.ordinal] = _GroupPlaces(self._places, rollout.attempts)
+        places = self._attempts[plan.ordinal] = GroupPlaces(self._places, rollout.attempts)
         try:
             return await rollout.group(plan.task, plan.attempt, plan.seed, places)
         finally:
@@ -174,62 +175,6 @@ def _unwrapped(found: PlayedGroup | BaseException) -> PlayedGroup:
     if isinstance(found, BaseException):
         raise found
     return found
-
-
-class _Places(asyncio.Semaphore):
-    """Places for episodes in flight, which can be closed: what comes then waits."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__(count)
-        self._open = asyncio.Event()
-        self._open.set()
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._taken = 0
-
-    async def acquire(self) -> Literal[True]:
-        await super().acquire()
-        try:
-            while not self._open.is_set():
-                await self._open.wait()
-        except BaseException:
-            super().release()
-            raise
-        self._taken += 1
-        self._idle.clear()
-        return True
-
-    def release(self) -> None:
-        self._taken -= 1
-        if not self._taken:
-            self._idle.set()
-        super().release()
-
-    def close(self) -> None:
-        self._open.clear()
-
-    def open(self) -> None:
-        self._open.set()
-
-    async def empty(self) -> None:
-        """Wait until no episode has a place."""
-        await self._idle.wait()
-
-
-class _GroupPlaces:
-    """The places as the attempts of one group take them, and how many attempts have not ended."""
-
-    def __init__(self, places: _Places, attempts: int) -> None:
-        self._places, self.left, self.taken = places, attempts, 0
-
-    async def __aenter__(self) -> None:
-        await self._places.acquire()
-        self.taken += 1
-
-    async def __aexit__(self, *_: object) -> None:
-        self._places.release()
-        self.left -= 1
-        self.taken -= 1
 
 
 def rollouts_at(

@@ -1,19 +1,29 @@
-"""Report of a finished run: a table, a curve, two episodes. Read from the run's folder alone."""
+"""A run for people: its progress while it trains, and a report of tables, a curve and two episodes at its end.
+
+The report is read from the run's folder alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import asyncio
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+from rich.console import Console
+from rich.text import Text
 
 from ludus.core.failures import NOTABLE_SHARE, Failure, most_frequent_failure
 from ludus.core.trajectory import Trajectory, is_success
 from ludus.observe import (
     LOSSES,
+    SHOWN_METRICS,
     Cell,
+    Progress,
     ReportTable,
     RunFolder,
+    RunWriter,
     Share,
     atomic_write,
     diagnose,
@@ -24,9 +34,9 @@ from ludus.observe import (
     read_failures,
     share_text,
 )
-from ludus.training.config.recipe import STAGE_CONFIGS, Recipe, stage_ends
+from ludus.training.config.recipe import STAGE_CONFIGS, Recipe
 from ludus.training.config.rl import RLConfig
-from ludus.training.plateau import Plateau, find_plateau, plateau_report, values_of
+from ludus.training.early_end import best_of, plateau_report
 
 _FILES_LOOKED_AT = 500
 """How many of the newest files of episodes are searched for the causes of failures."""
@@ -103,21 +113,6 @@ def _plateaus(run: RunFolder, recipe: Recipe) -> list[str]:
     return found
 
 
-def stage_plateau(
-    rows: Callable[[], Sequence[Mapping[str, Any]]], recipe: Recipe, stage: int, start: int, done: int
-) -> Plateau | None:
-    """Where a stage that began after step `start` follows a tool's use: its plateau, once it has come to one.
-
-    Where the run was extended, steps before that do not count: who extends such a stage wants it to go on.
-    """
-    config = recipe.stages[stage]
-    if not isinstance(config, RLConfig) or config.plateau is None or done < config.plateau.after:
-        return None
-    found = rows()
-    extended = max((row["step"] for row in found if row.get(EXTENDED)), default=0)
-    return find_plateau(values_of(found, config.plateau.metric, max(start, extended))[1], config.plateau)
-
-
 def stage_of(step: int, recipe: Recipe) -> str:
     """Where in the recipe a step stands, in words."""
     start, before = 0, "at the start"
@@ -139,15 +134,17 @@ def _name(number: int, recipe: Recipe) -> str:
     return f"{title} {titles[:number].count(title) + 1}" if many else title
 
 
-def _held_out(measured: Iterable[Mapping[str, float]], recipe: Recipe) -> ReportTable:
+def _held_out(measured: Collection[Mapping[str, float]], recipe: Recipe) -> ReportTable:
+    has_lost = any(row["eval/episodes_scored"] < row["eval/episodes"] for row in measured)
+    scored = ("scored",) if has_lost else ()
     return ReportTable(
-        ("held-out tasks", "step", "success", "scored", "failed", "reward", "turns", "tool errors"),
+        ("held-out tasks", "step", "success", *scored, "failed", "reward", "turns", "tool errors"),
         [
             [
                 stage_of(int(row["step"]), recipe),
                 int(row["step"]),
                 success_of(row),
-                f"{row['eval/episodes_scored']:.0f} of {row['eval/episodes']:.0f}",
+                *(f"{row['eval/episodes_scored']:.0f} of {row['eval/episodes']:.0f}" for _ in scored),
                 int(row.get("eval/failures", 0)),
                 row.get("eval/reward"),
                 row.get("eval/turns"),
@@ -276,76 +273,91 @@ def _samples(run: RunFolder, recipe: Recipe) -> list[tuple[str, Trajectory]]:
     return [(f"before {what}", old), (f"after {what}", new)]
 
 
-@dataclass(frozen=True, slots=True)
-class HeldOutScore:
-    """A held-out number after a step."""
+_OWN = {
+    "pairs": "pairs",
+    "accuracy": "accuracy",
+    "kept": "kept",
+    "reverse_kl": "KL",
+    "loss": "loss",
+    "held_out_loss": "held-out loss",
+}
+_SHOWN = {**SHOWN_METRICS} | {
+    f"{stage.prefix}/{name}": label
+    for stage in STAGE_CONFIGS
+    if stage.prefix and stage.learns
+    for name, label in {**SHOWN_METRICS, **_OWN}.items()
+}
+"""Metrics of a progress line, if present: RL's numbers, and under their names those of other stages."""
 
-    value: float
-    step: int
-    reward: float = 0.0
-    """What tells equal values apart: while nothing succeeds yet, a rising reward is progress."""
 
-    @property
-    def rank(self) -> tuple[float, float, int]:
-        """Sort key of evaluations: larger is better; of equal ones the first wins."""
-        return self.value, self.reward, -self.step
+class ProgressDisplay:
+    """One progress bar for each stage, fed by the trainer after every step."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._open = ExitStack()
+        self._phase = ""
+        self._bar: Progress | None = None
+
+    def __call__(self, phase: str, step: int, total: int, metrics: dict[str, float]) -> None:
+        if phase == "evaluation":
+            self._evaluated(step, metrics)
+            return
+        if phase != self._phase or self._bar is None:
+            self.close()
+            self._phase = phase
+            # KTO learns from single episodes
+            shown = {**_SHOWN, "dpo/pairs": "episodes"} if phase.startswith("KTO") else _SHOWN
+            bar = Progress(total, phase, console=self._console, first=step - 1, shown=shown)
+            self._bar = self._open.enter_context(bar)
+        self._bar.update(step, metrics)
+
+    def _evaluated(self, step: int, metrics: dict[str, float]) -> None:
+        shown = [f"success {success_text(metrics)}"]
+        if (low := metrics.get("eval/success_low")) is not None and metrics.get("eval/failures"):
+            bounds = f"{share_text(low)} to {share_text(metrics['eval/success_high'])}"
+            shown.append(f"{metrics['eval/failures']:.0f} FAILED (95% interval {bounds})")
+        passes = [name for name in metrics if name.startswith("eval/pass@")]
+        shown += [f"{name.removeprefix('eval/')} {share_text(metrics[name])}" for name in passes]
+        modes = {
+            n.rpartition("/")[2]: v for n, v in metrics.items() if n.startswith("eval/failure_mode/")
+        }
+        if (most := max(modes, key=lambda mode: modes[mode], default=None)) is not None and modes[most]:
+            shown.append(f"most failures by {most.replace('_', ' ')} ({share_text(modes[most])})")
+        self.say(f"held-out tasks after step {step}: {', '.join(shown)}")
+
+    def say(self, text: str) -> None:
+        """A line of its own, above the bar where there is one."""
+        if self._bar is not None:
+            self._bar.say(text)
+        else:
+            self._console.print(Text(text), soft_wrap=True)  # paths and commands are there to be copied
+
+    def close(self) -> None:
+        self._open.close()
+        self._bar = None
 
 
-def held_out_scores(rows: Sequence[Mapping[str, Any]], recipe: Recipe) -> list[HeldOutScore]:
-    """The number that marks the best checkpoint, after each step at which a stage was measured.
+@contextmanager
+def show_progress(
+    run: RunWriter, console: Console | None, again: str, notes: Sequence[str] = ()
+) -> Iterator[ProgressDisplay | None]:
+    """Show a run: its folder, its progress, and where it was saved when it is stopped.
 
-    From the run's rows of metrics alone, so that a run that is resumed knows what it knew. Stages of kind
-    `eval` do not count: they measure with settings of their own, and what they measure has a checkpoint
-    before them.
+    `again` is how to go on with it, `notes` are lines to begin with. Without a console nothing is shown.
     """
-    name = f"eval/{recipe.evaluation.best_by}"
-    left_out = stage_ends(recipe, learning=False)
-    found = {
-        row["step"]: HeldOutScore(float(row[name]), row["step"], float(row.get("eval/reward") or 0.0))
-        for row in rows
-        if row.get(name) is not None
-    }
-    return [one for step, one in found.items() if step not in left_out]
-
-
-def best_of(rows: Sequence[Mapping[str, Any]], recipe: Recipe) -> HeldOutScore | None:
-    """The highest of them, of equal ones that with the highest reward, then the first.
-
-    The start is the recipe's own model, and does not count.
-    """
-    trained = [one for one in held_out_scores(rows, recipe) if one.step]
-    return max(trained, key=lambda one: one.rank, default=None)
-
-
-EXTENDED = "extended"
-"""The metric that marks a step after which the run was made longer."""
-
-
-def is_exhausted(rows: Sequence[Mapping[str, Any]], recipe: Recipe, stage: int, start: int) -> bool:
-    """Whether a stage that began after step `start` has used up `evaluation.patience`.
-
-    The value it began with is what has to be surpassed first. Where the run was extended, evaluations before
-    that do not count against patience: who extends a stage that has ended early wants it to go on.
-    """
-    patience = recipe.evaluation.patience
-    if patience is None or not recipe.stages[stage].can_end_early:
-        return False
-    within = [one for one in held_out_scores(rows, recipe) if one.step >= start]
-    if not within:
-        return False
-    best = max(within, key=lambda one: one.rank)
-    extended = max((row["step"] for row in rows if row.get(EXTENDED)), default=0)
-    return sum(one.step > max(best.step, extended) for one in within) >= patience
-
-
-def idle_patience(recipe: Recipe) -> str | None:
-    """A note where no stage is long enough for `evaluation.patience` to end it; else None."""
-    config = recipe.evaluation
-    longest = max((one.total_steps for one in recipe.stages if one.can_end_early), default=0)
-    if config.patience is None or config.patience * config.every < longest:
-        return None
-    return (
-        f"evaluation.patience = {config.patience} can never end a stage early: so many evaluations, one every "
-        f"{config.every} steps, take {config.patience * config.every} steps, and the longest stage of RL, DPO "
-        f"or distillation has {longest}. Lower patience or evaluation.every"
-    )
+    if console is None:
+        yield None
+        return
+    display = ProgressDisplay(console)
+    display.say("\n".join([f"run folder: {run.path}", *notes]))
+    try:
+        yield display
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        display.close()
+        latest = run.latest_checkpoint()
+        saved = f"saved after step {latest.step} in {latest.path}" if latest else "nothing to save yet"
+        display.say(f"stopped; {saved}. Go on with: {again}")
+        raise
+    finally:
+        display.close()

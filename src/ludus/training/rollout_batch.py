@@ -1,21 +1,33 @@
-"""Batch of a step: groups with shaped rewards, without those that teach nothing.
+"""Batch of a step: groups with shaped rewards, without those that teach nothing; played, or recorded before.
 
 shape     penalties for length and for broken episodes, added to the reward
 resample  GRPO-RoC: keep a share of each group
 signal    whether a group teaches anything (DAPO's dynamic sampling replaces those that do not): a difference
           in the part "success" of the reward, or without that part in the reward itself; what shaping adds
           is none
+replay    an update is a function of the weights, the optimizer's state and the groups of its step, in their
+          order: training from a run's record gives its weights, bit for bit on a CPU, whatever was played when
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
+from ludus.core.failures import ConfigError
 from ludus.core.trajectory import SUCCESS, Group, Trajectory
-from ludus.observe import has_signal, rollout_metrics, set_metrics
-from ludus.training.config.recipe import PER_SET
+from ludus.observe import (
+    RunFolder,
+    has_signal,
+    read_groups,
+    read_notes,
+    rollout_metrics,
+    set_metrics,
+    with_images,
+)
+from ludus.training.config.recipe import PER_SET, Recipe
 from ludus.training.config.rl import RolloutSettings
 from ludus.training.data.reward_shaping import KINDS, broken_kinds, is_masked, resample, shape_reward
 from ludus.training.data.task_sampler import TaskSet
@@ -118,3 +130,56 @@ class GroupFilter:
             found = rollout_metrics([*own, *self.dropped[number], *self._left_out[number]])
             metrics |= set_metrics(one.name, found, PER_SET)
         return metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """The recorded groups of a run."""
+
+    run: RunFolder
+    scored: Mapping[int, float]
+    """Episodes that were scored in each step. Those that were left out are not in the record, and count for an
+    adaptive KL coefficient."""
+
+    def batch(self, step: int, sets: Sequence[TaskSet], settings: RolloutSettings) -> RolloutBatch:
+        """The batch that the run trained on in a step, counted from 1 over all stages."""
+        path = self.run.trajectory_path(step)
+        groups, notes = read_groups(path), read_notes(path)
+        with_images((t for group in groups for t in group.trajectories), path)
+        names = {one.name: number for number, one in enumerate(sets)}
+        if not notes and len(sets) > 1:
+            raise ConfigError(
+                f"{path} does not say which task set its groups are of: it cannot be replayed"
+            )
+        numbers = [names[note["set"]] for note in notes] or [0] * len(groups)
+        played = {"episodes_scored": self.scored[step]} if step in self.scored else {}
+        masked = GroupFilter(sets, settings).masked(groups)
+        return RolloutBatch(groups, masked, numbers, played)
+
+
+def open_recording(recipe: Recipe) -> Recording | None:
+    """The recording that a recipe replays, if any. What cannot be replayed whole is refused."""
+    if recipe.run.replay is None:
+        return None
+    run = RunFolder(recipe.run.replay)
+    if not run.is_run:
+        raise ConfigError(f"run.replay: {recipe.run.replay} is not a run")
+    ends = list(accumulate(stage.total_steps for stage in recipe.stages))
+    for (where, stage), end in zip(recipe.named_stages, ends, strict=True):
+        if stage.learns and stage.needs_tasks and stage.kind != "rl":
+            raise ConfigError(
+                f"{where} plays (kind {stage.kind!r}), and only the groups of RL are recorded to be replayed"
+            )
+        if stage.kind != "rl":
+            continue
+        steps = range(end - stage.total_steps + 1, end + 1)
+        missing = [step for step in steps if not run.trajectory_path(step).is_file()]
+        if missing:
+            raise ConfigError(
+                f"{run.path} has no episodes of {len(missing)} of the {len(steps)} steps of {where} (the first "
+                f"is step {missing[0]}), and a replay needs those of every step: record them with "
+                "run.trajectories_every=1, finish a run that was stopped with --resume, or replay the first "
+                f"steps alone with {where}.steps=N"
+            )
+    scored = {row["step"]: row["episodes_scored"] for row in run.metrics() if "episodes_scored" in row}
+    return Recording(run, scored)

@@ -7,10 +7,9 @@ import copy
 import logging
 import shutil
 import tempfile
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
@@ -22,20 +21,19 @@ from torch import nn
 from ludus.chat.formats import load_format
 from ludus.chat.renderer import Renderer
 from ludus.chat.tokenizers import HFTokenizer
-from ludus.core.failures import ConfigError, LudusError
+from ludus.core.failures import ConfigError
 from ludus.core.generation import Engine, Sampling
-from ludus.core.messages import ToolContext, ToolSpec
 from ludus.core.random import key, shuffled
 from ludus.core.task import Task
 from ludus.core.tokenizer import Tokenizer
-from ludus.core.trajectory import StopReason, Trajectory
+from ludus.core.trajectory import Trajectory
 from ludus.engine import EmbeddedEngine, FakeEngine
 from ludus.engine.servers import TranscriptTokenizer
-from ludus.envs import EnvPool, EnvTools, PoolConfig, rename_clashes, tools_of
+from ludus.envs import EnvPool, PoolConfig
 from ludus.model import use_ludus_attention
 from ludus.observe import diagnose
 from ludus.rewards import Scorer
-from ludus.rollouts.agent import Demonstrator, Expert
+from ludus.rollouts.agent import Expert
 from ludus.rollouts.rollout import Rollout
 from ludus.sandbox import close_shared_sandboxes
 from ludus.tools import shut
@@ -45,24 +43,22 @@ from ludus.training.config.agent import AgentConfig
 from ludus.training.config.model import ModelConfig
 from ludus.training.config.parts import Parts, task_set_specs
 from ludus.training.config.recipe import Recipe
-from ludus.training.data.conversations import Conversation, trajectory_of
+from ludus.training.data.conversations import Conversation
 from ludus.training.data.task_sampler import TaskSet
+from ludus.training.demonstrations import demonstrate
 from ludus.training.evaluation.evaluate import Evaluation, measure_sets
 from ludus.training.evaluation.summary import Summary, SummaryOptions
-from ludus.training.hosting import hosted_parts
 from ludus.training.models.loading import device_of, fit_tokenizer, load_model
 from ludus.training.models.sharded import ModelSource, hollow_tokenizer, source_for_ranks
-from ludus.training.placement import Placement, host_parts, place
+from ludus.training.placement import Placement, host_parts, hosted_parts, place
 from ludus.training.ranks.processes import Ranks, start_ranks
-from ludus.training.replay import Recording, open_recording
+from ludus.training.rollout_batch import Recording, open_recording
 from ludus.training.rollout_engines import start_engine
 
 log = logging.getLogger(__name__)
 
 FITTING_SAMPLE = 64
 """How many demonstrations a tokenizer made from scratch is fitted to."""
-EXPERT_TURNS, EXPERT_TOKENS = 1_000, 1_000_000
-"""Where an expert's episode is cut off, and is no demonstration."""
 
 
 @dataclass(slots=True)
@@ -164,10 +160,9 @@ class RunContext:
 
         An expert plays no more than `needed` tasks, drawn from all: some take minutes for a few.
         """
-        parts = replace(self.parts, demonstrations=shown)
         seed, most = self.recipe.seed, self.recipe.max_failures
         if not callable(shown):
-            return await demonstrate(self.rollout, parts, [], seed, max_failures=most)
+            return await demonstrate(self.rollout, shown, [], seed, max_failures=most)
         total = sum(len(one.tasks) for one in self.task_sets)
         drawn = sorted(shuffled(total, key(seed, "demonstrations"))[:needed])
         found: list[Trajectory] = []
@@ -176,7 +171,7 @@ class RunContext:
             tasks = [one.tasks[n - first] for n in drawn if first <= n < first + len(one.tasks)]
             first += len(one.tasks)
             found += (
-                await demonstrate(one.rollout, parts, tasks, seed, max_failures=most) if tasks else []
+                await demonstrate(one.rollout, shown, tasks, seed, max_failures=most) if tasks else []
             )
         return found
 
@@ -394,87 +389,6 @@ def _pools(parts: Parts, agent: AgentConfig) -> dict[str, EnvPool]:
     return found
 
 
-async def demonstrate(
-    rollout: Rollout,
-    parts: Parts,
-    tasks: list[Task],
-    seed: int,
-    most: int | None = None,
-    *,
-    max_failures: float,
-) -> list[Trajectory]:
-    """The trajectories to imitate: the expert's on these tasks, or the first `most` conversations given."""
-    source = parts.demonstrations
-    if source is None:
-        return []
-    if callable(source):
-        unscored = replace(rollout, scorer=Scorer(()))  # judging is dear, and rewards may remember it
-        return await play_expert(unscored, source, tasks, seed, max_failures)
-    specs = await tool_specs(rollout, parts)
-    shown: list[Trajectory] = []
-    for number, conversation in enumerate(source[:most], start=1):
-        try:
-            shown.append(trajectory_of(conversation, rollout.renderer, specs))
-        except ConfigError as error:
-            raise ConfigError(f"demonstration {number}: {error}") from None
-    return shown
-
-
-async def tool_specs(rollout: Rollout, parts: Parts) -> list[ToolSpec]:
-    """Specs of all tools of a run, those of its environments included."""
-    context = ToolContext("demonstrations", Task("", ()))
-    specs = list(await rollout.tools.list(context))
-    sets: dict[str, EnvTools] = {}
-    for name in parts.all_envs:
-        pool = rollout.pools[name]
-        async with pool.new_instance() as env:
-            sets[name] = EnvTools(env, await tools_of(env, name), pool.show_actions_of(env))
-    rename_clashes(sets)
-    for own in sets.values():
-        specs += await own.list(context)
-    return specs
-
-
-async def play_expert(
-    rollout: Rollout,
-    expert: Expert,
-    tasks: Sequence[Task],
-    seed: int,
-    max_failures: float = 0.5,
-) -> list[Trajectory]:
-    """One demonstration for each task, as long as the expert needs: budgets on turns are for the model.
-
-    Episodes that failed, or came to no end within a thousand turns, are left out, with a warning; more than a
-    share of `max_failures` is an error.
-    """
-    budgets = rollout.budgets.model_copy(update={"max_turns": EXPERT_TURNS, "max_tokens": EXPERT_TOKENS})
-    playing = replace(rollout, agent=Demonstrator(expert, rollout.agent), budgets=budgets, attempts=1)
-    played = [t async for group in playing.groups(tasks, seed) for t in group.trajectories]
-    order = {task.id: place for place, task in enumerate(tasks)}
-    played.sort(key=lambda trajectory: order[trajectory.task.id])
-    failed = {t.task.id: reason for t in played if (reason := _no_demonstration(t)) is not None}
-    if failed:
-        reason, times = Counter(failed.values()).most_common(1)[0]
-        task = next(task for task, why in failed.items() if why == reason)
-        often = "" if times == len(failed) else f", most often ({times} times)"
-        told = f"the expert failed on task {task!r}{often}: {reason}"
-        share = f"{len(failed)} of {len(played)} tasks"
-        if len(failed) / len(played) > max_failures:
-            # of code, not of settings: the run's log says where it was
-            raise LudusError(f"{told}. {share} failed; max_failures = {max_failures:g}")
-        log.warning("%s; demonstrations of %s are left out", told, share)
-    return [trajectory for trajectory in played if trajectory.task.id not in failed]
-
-
-def _no_demonstration(trajectory: Trajectory) -> str | None:
-    """Why an expert's episode is none; an expert that goes in circles would otherwise be imitated."""
-    if trajectory.failure is not None:
-        return trajectory.failure.message
-    if trajectory.stop in (StopReason.MAX_TURNS, StopReason.MAX_TOKENS):
-        return f"it came to no end within {EXPERT_TURNS} turns or {EXPERT_TOKENS} tokens"
-    return None
-
-
 async def _corpus(recipe: Recipe, parts: Parts) -> list[str]:
     """Texts to fit a tokenizer to: some demonstrations as the model will read them, or the bare tasks."""
     tokenizer = HFTokenizer(fit_tokenizer([], vocabulary=0))
@@ -482,7 +396,9 @@ async def _corpus(recipe: Recipe, parts: Parts) -> list[str]:
     rollout, sample = sets[0].rollout, list(sets[0].tasks[:FITTING_SAMPLE])
     try:
         # whether too many fail, is for the stage to say that imitates them
-        shown = await demonstrate(rollout, parts, sample, recipe.seed, FITTING_SAMPLE, max_failures=1.0)
+        shown = await demonstrate(
+            rollout, parts.demonstrations, sample, recipe.seed, FITTING_SAMPLE, max_failures=1.0
+        )
     finally:
         await close_task_sets(sets)
         await close_shared_sandboxes()

@@ -81,12 +81,13 @@ async def _checked(
         result = await QualityPipeline(settings).run(trajectories, context)
         return result, await asyncio.to_thread(_write, context, result)
     # torch comes with it
-    from ludus.training.run_context import build_task_sets, close_task_sets, tool_specs
+    from ludus.training.demonstrations import tool_specs
+    from ludus.training.run_context import build_task_sets, close_task_sets
 
     recipe, parts = loaded
     sets = build_task_sets(recipe, parts, FakeEngine([]), _tokenizer(recipe))
     try:
-        specs = [spec for one in sets for spec in await tool_specs(one.rollout, parts)]
+        specs = [spec for one in sets for spec in await tool_specs(one.rollout)]
         rollouts = {task.id: one.rollout for one in sets for task in (*one.tasks, *one.held_out)}
         for one in sets:  # another program may have counted tokens otherwise
             one.rollout.budgets = one.rollout.budgets.model_copy(update={"max_tokens": _MOST_TOKENS})

@@ -66,9 +66,9 @@ def recipe_findings(
     parts = load_parts(recipe)
     # torch and transformers are imported from here on: mistakes in the recipe are reported before
     from ludus.training.config.usual import rate_notes, with_usual_settings
+    from ludus.training.early_end import idle_patience
     from ludus.training.models.loading import check_source
     from ludus.training.preflight import check_engines, check_parts, check_servers
-    from ludus.training.report import idle_patience
 
     refusals = _refusal(check_parts, recipe, parts) + _refusal(check_source, recipe.model)
     findings: Findings = list(dict.fromkeys(refusals))  # both look at the device
@@ -223,7 +223,7 @@ async def _episode(recipe: Recipe, parts: Parts) -> Findings:
 
 async def _scores(recipe: Recipe, parts: Parts) -> Findings:
     """Does the right behaviour score? By the expert where there is one, else by the gold answers."""
-    from ludus.training.run_context import play_expert
+    from ludus.training.demonstrations import play_expert
 
     tasks = spread(parts.tasks, SAMPLE)
     expert = parts.demonstrations
@@ -256,14 +256,14 @@ async def _scores(recipe: Recipe, parts: Parts) -> Findings:
 async def _tool_calls(recipe: Recipe, parts: Parts, *, may_change: bool) -> Findings:
     """Each tool called with arguments that its schema allows: does it raise, whatever it is given?"""
     from ludus.rewards import Scorer
-    from ludus.training.run_context import tool_specs
+    from ludus.training.demonstrations import tool_specs
 
     reset_error_counts()
     budgets = recipe.budgets.model_copy(update={"max_seconds": SECONDS})
     findings: Findings = []
     async with _rollout(recipe, parts) as rollout:
         try:
-            specs = await tool_specs(rollout, parts)
+            specs = await tool_specs(rollout)
             left_out = frozenset() if may_change else effects_of(rollout.tools)
             if left_out:
                 names = ", ".join(repr(name) for name in sorted(left_out))

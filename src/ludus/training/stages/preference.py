@@ -50,10 +50,11 @@ from ludus.training.data.batch import Batch
 from ludus.training.data.conversations import read_labelled, read_pairs, trajectory_of
 from ludus.training.data.micro_batches import MicroBatch
 from ludus.training.data.task_sampler import items_of_step
+from ludus.training.demonstrations import tool_specs
 from ludus.training.models.sharded import ModelSource
 from ludus.training.optim.learner import Learner
 from ludus.training.ranks.program import StageTrainer, StepSettings
-from ludus.training.run_context import RunContext, tool_specs
+from ludus.training.run_context import RunContext
 from ludus.training.stages.base import (
     Stage,
     StepResult,
@@ -418,7 +419,7 @@ async def load_preferences(context: RunContext, config: PreferenceConfig) -> Seq
     """The pairs of a file or dataset, or for KTO its labelled episodes."""
     source, given = config.pairs, read_preferences(config)
     renderer = context.rollout.renderer
-    specs = await tool_specs(context.rollout, context.parts)
+    specs = await tool_specs(context.rollout)
     found: list[Pair | Labelled] = []
     for number, (first, second) in enumerate(given, start=1):
         try:

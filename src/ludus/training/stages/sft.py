@@ -32,10 +32,11 @@ from ludus.training.data.batch import Batch
 from ludus.training.data.conversations import read_conversations
 from ludus.training.data.micro_batches import MicroBatch
 from ludus.training.data.task_sampler import items_of_step
+from ludus.training.demonstrations import tool_specs
 from ludus.training.optim.learner import Learner, Metrics
 from ludus.training.optim.logprobs import logprobs_of
 from ludus.training.ranks.program import StageTrainer, StepSettings
-from ludus.training.run_context import RunContext, tool_specs
+from ludus.training.run_context import RunContext
 from ludus.training.stages.base import (
     Stage,
     StepResult,
@@ -96,7 +97,7 @@ class SFTStage(Stage[SFTConfig]):
         called = {call.name for message in messages for call in message.tool_calls}
         if not called:
             return
-        known = {spec.name for spec in await tool_specs(self.context.rollout, self.context.parts)}
+        known = {spec.name for spec in await tool_specs(self.context.rollout)}
         if unknown := sorted(called - known):
             log.warning(
                 "demonstrations call tools that this run does not have: %s", ", ".join(unknown)[:200]
