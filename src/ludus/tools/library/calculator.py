@@ -8,11 +8,10 @@ the text and the depth of its nesting are bounded, and the size of a result is e
 from __future__ import annotations
 
 import ast
-import functools
 import math
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from decimal import Context, Decimal, Inexact
 from difflib import get_close_matches
 from fractions import Fraction
@@ -29,7 +28,6 @@ _MAX_BITS = 20_000
 """About 6,000 digits, for a numerator and for a denominator."""
 _MAX_EXPONENT = 5_000
 _MAX_FACTORIAL = 2_000
-_MAX_ROUND_DIGITS = 400
 _MAX_FRACTION_CHARS = 60
 
 _NUMBER = re.compile(r"(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)(?:[eE][+-]?[0-9]+)?")
@@ -94,7 +92,7 @@ def evaluate(text: str) -> Number | bool:
         raise CalculationError(_syntax_problem(text, error)) from None
     except (RecursionError, MemoryError):
         raise CalculationError("the expression is nested too deeply") from None
-    if isinstance(tree, ast.Compare):
+    if isinstance(tree, ast.Compare) and all(type(op) in _COMPARISONS for op in tree.ops):
         operands = [_value(node, text, 0) for node in (tree.left, *tree.comparators)]
         pairs = zip(tree.ops, operands, operands[1:], strict=False)
         return all(_COMPARISONS[type(op)](left, right) for op, left, right in pairs)
@@ -107,15 +105,15 @@ def shown(value: Number | bool) -> str:
         return "true" if value else "false"
     if isinstance(value, float):
         return repr(value)
-    if isinstance(value, int):
-        return str(Decimal(value))  # str(int) refuses more than 4,300 digits
-    top, bottom = Decimal(value.numerator), Decimal(value.denominator)
+    top, bottom = (Decimal(part) for part in value.as_integer_ratio())
+    if bottom == 1:
+        return str(top)  # str(int) refuses more than 4,300 digits
     try:
         return str(Context(prec=30, traps=[Inexact]).divide(top, bottom))
     except Inexact:
-        about = Context(prec=15).divide(top, bottom)
+        about = f"about {Context(prec=15).divide(top, bottom)}"
     written = f"{top}/{bottom}"
-    return f"{written} (about {about})" if len(written) <= _MAX_FRACTION_CHARS else f"about {about}"
+    return f"{written} ({about})" if len(written) <= _MAX_FRACTION_CHARS else about
 
 
 # Reading: which texts and which nodes of the syntax tree are understood
@@ -127,9 +125,7 @@ def _check_tokens(text: str) -> None:
     while place < len(text):
         match = _TOKEN.match(text, place)
         if match is None:
-            hint = _HINTS.get(text[place])
-            if text[place] in ".0123456789":
-                hint = "write * to multiply"
+            hint = _HINTS.get(text[place], "write * to multiply" if text[place] in ".0123456789" else "")
             problem = f"{text[place]!r} at character {place + 1} is not understood"
             raise CalculationError(f"{problem}: {hint}" if hint else problem)
         place = match.end()
@@ -162,24 +158,25 @@ def _value(node: ast.expr, text: str, depth: int) -> Number:
                 left = left.left
             value = _value(left, text, depth + 1)
             for one in reversed(pending):
-                value = _binary(one.op, value, _value(one.right, text, depth + 1))
+                right = _value(one.right, text, depth + 1)
+                value = _computed("the operation", _OPERATORS[type(one.op)], value, right)
             return value
         case ast.UnaryOp(op=ast.USub()):
             return -_value(node.operand, text, depth + 1)
         case ast.UnaryOp(op=ast.UAdd()):
             return _value(node.operand, text, depth + 1)
-        case ast.Name():
-            if node.id in _FUNCTIONS:
-                raise CalculationError(f"{node.id} is a function: write {node.id}(...)")
-            if node.id not in _CONSTANTS:
-                raise CalculationError(_unknown("name", node.id, _CONSTANTS))
-            return _CONSTANTS[node.id]
-        case ast.Call(func=ast.Name(id=name)):
-            if name in _CONSTANTS:
-                raise CalculationError(f"{name} is a constant, not a function; write * to multiply")
-            if name not in _FUNCTIONS:
-                raise CalculationError(_unknown("function", name, _FUNCTIONS))
+        case ast.Name(id=name) if name in _CONSTANTS:
+            return _CONSTANTS[name]
+        case ast.Name(id=name) if name in _FUNCTIONS:
+            raise CalculationError(f"{name} is a function: write {name}(...)")
+        case ast.Name(id=name):
+            raise CalculationError(_unknown("name", name, _CONSTANTS))
+        case ast.Call(func=ast.Name(id=name)) if name in _FUNCTIONS:
             return _call(name, [_value(argument, text, depth + 1) for argument in node.args])
+        case ast.Call(func=ast.Name(id=name)) if name in _CONSTANTS:
+            raise CalculationError(f"{name} is a constant, not a function; write * to multiply")
+        case ast.Call(func=ast.Name(id=name)):
+            raise CalculationError(_unknown("function", name, _FUNCTIONS))
         case ast.Compare():
             raise CalculationError("a comparison stands alone; it is no number to go on with")
         case ast.Tuple():
@@ -197,30 +194,35 @@ def _literal(written: str) -> Number:
     return _checked(Fraction(f"{digits}e{exponent or 0}"))
 
 
-def _unknown(kind: str, name: str, known: dict[str, Any]) -> str:
+def _unknown(kind: str, name: str, known: Iterable[str]) -> str:
     near = get_close_matches(name[:40], known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(known))}"
     return f"there is no {kind} {name[:40]!r}; {hint}"
 
 
+def _call(name: str, arguments: list[Number]) -> Number:
+    fewest, most, function = _FUNCTIONS[name]
+    if not fewest <= len(arguments) <= most:
+        count = f"{fewest} or more" if most > 9 else " or ".join(map(str, range(fewest, most + 1)))
+        raise CalculationError(f"{name} takes {count} argument(s), not {len(arguments)}")
+    return _computed(name, function, *arguments)
+
+
 # Computing: exact while it can be, and within bounds
 
-_ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Number]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
-_COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-}
+
+def _computed(name: str, function: Callable[..., Number], *arguments: Number) -> Number:
+    try:
+        return _checked(function(*arguments))
+    except CalculationError:
+        raise
+    except ZeroDivisionError:
+        raise CalculationError("division by zero") from None
+    except OverflowError:
+        raise CalculationError(f"the result of {name} is too large") from None
+    except ValueError:
+        given = ", ".join(shown(one)[:40] for one in arguments)
+        raise CalculationError(f"{name}({given}) is not defined for real numbers") from None
 
 
 def _checked(value: Number) -> Number:
@@ -230,16 +232,13 @@ def _checked(value: Number) -> Number:
             raise CalculationError("the result is not a finite number")
         return value
     value = Fraction(value)
-    if max(value.numerator.bit_length(), value.denominator.bit_length()) > _MAX_BITS:
-        raise CalculationError("the result has more than 6,000 digits")
+    _check_bits(max(value.numerator.bit_length(), value.denominator.bit_length()))
     return value.numerator if value.denominator == 1 else value
 
 
-def _float(value: Number) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        raise CalculationError("a number is too large for this function") from None
+def _check_bits(bits: int) -> None:
+    if bits > _MAX_BITS:
+        raise CalculationError("the result has more than 6,000 digits")
 
 
 def _whole(value: Number, what: str) -> int:
@@ -250,19 +249,15 @@ def _whole(value: Number, what: str) -> int:
     return value
 
 
-def _binary(op: ast.operator, left: Number, right: Number) -> Number:
-    if not isinstance(op, ast.Pow) and type(op) not in _ARITHMETIC:
-        raise CalculationError("only + - * / // % and ** are understood")
-    try:
-        if isinstance(op, ast.Pow):
-            return _checked(_power(left, right))
+def _exact(function: Callable[[Any, Any], Number]) -> Callable[[Number, Number], Number]:
+    """An operator between fractions; between floats where one of them is a float."""
+
+    def operate(left: Number, right: Number) -> Number:
         if isinstance(left, float) or isinstance(right, float):
-            return _checked(_ARITHMETIC[type(op)](_float(left), _float(right)))
-        return _checked(_ARITHMETIC[type(op)](Fraction(left), Fraction(right)))
-    except ZeroDivisionError:
-        raise CalculationError("division by zero") from None
-    except OverflowError:
-        raise CalculationError("the result is too large") from None
+            return function(float(left), float(right))
+        return function(Fraction(left), Fraction(right))
+
+    return operate
 
 
 def _power(base: Number, exponent: Number) -> Number:
@@ -273,32 +268,11 @@ def _power(base: Number, exponent: Number) -> Number:
         if base in (0, 1, -1):
             return base ** (exponent % 2 if base == -1 else min(abs(exponent), 1))
         bits = max(base.numerator.bit_length(), base.denominator.bit_length())
-        if (bits - 1) * abs(exponent) > _MAX_BITS:
-            raise CalculationError("the result of ** would have more than 6,000 digits")
+        _check_bits((bits - 1) * abs(exponent))
         return base**exponent
-    if base < 0 and not _float(exponent).is_integer():
+    if base < 0 and not float(exponent).is_integer():
         raise CalculationError("a negative number has no real power of that kind")
-    return float(_float(base) ** _float(exponent))
-
-
-def _call(name: str, arguments: list[Number]) -> Number:
-    fewest, most, function = _FUNCTIONS[name]
-    if not fewest <= len(arguments) <= most:
-        count = (
-            f"{fewest} or more" if most > 9 else str(fewest) if fewest == most else f"{fewest} or {most}"
-        )
-        raise CalculationError(f"{name} takes {count} argument(s), not {len(arguments)}")
-    try:
-        return _checked(function(*arguments))
-    except ZeroDivisionError:
-        raise CalculationError(f"{name} divides by zero") from None
-    except OverflowError:
-        raise CalculationError(f"the result of {name} is too large") from None
-    except CalculationError:
-        raise
-    except ValueError:
-        given = ", ".join(shown(one)[:40] for one in arguments)
-        raise CalculationError(f"{name}({given}) is not defined for real numbers") from None
+    return float(float(base) ** float(exponent))
 
 
 def _root(value: Number, degree: int) -> Number:
@@ -308,11 +282,10 @@ def _root(value: Number, degree: int) -> Number:
             raise CalculationError("sqrt of a negative number is not real")
         return -_root(-value, degree)
     if not isinstance(value, float):
-        top, bottom = Fraction(value).as_integer_ratio()
-        root = Fraction(_whole_root(top, degree), _whole_root(bottom, degree))
+        root = Fraction(*(_whole_root(part, degree) for part in value.as_integer_ratio()))
         if root**degree == value:
             return root
-    return math.sqrt(_float(value)) if degree == 2 else math.cbrt(_float(value))
+    return math.sqrt(value) if degree == 2 else math.cbrt(value)
 
 
 def _whole_root(value: int, degree: int) -> int:
@@ -341,30 +314,22 @@ def _factorial(value: Number) -> int:
     return math.factorial(count)
 
 
-def _choices(name: str, of: Number, chosen: Number) -> int:
-    """`comb` and `perm`, with the bits of the result estimated first."""
-    n, k = _whole(of, name), _whole(chosen, name)
-    if n < 0 or k < 0:
-        raise CalculationError(f"{name} takes whole numbers from 0")
-    if k > n:
-        return 0
-    factors = min(k, n - k) if name == "comb" else k
-    if n.bit_length() > 60:  # lgamma is too coarse there
-        bits = float(n.bit_length() * min(factors, _MAX_BITS + 1))
-    else:
-        nats = (
-            math.lgamma(n + 1) - math.lgamma(n - k + 1) - (math.lgamma(k + 1) if name == "comb" else 0)
-        )
-        bits = nats / math.log(2)
-    if max(bits, factors) > _MAX_BITS:
-        raise CalculationError(f"the result of {name} would have more than 6,000 digits")
-    return math.comb(n, k) if name == "comb" else math.perm(n, k)
+def _comb(of: Number, chosen: Number) -> int:
+    n, k = _whole(of, "comb"), _whole(chosen, "comb")
+    _check_bits(min(n, min(k, n - k) * n.bit_length()))  # 2**n is more, and so is n**k
+    return math.comb(n, k)
+
+
+def _perm(of: Number, chosen: Number) -> int:
+    n, k = _whole(of, "perm"), _whole(chosen, "perm")
+    _check_bits(min(n, k) * n.bit_length())
+    return math.perm(n, k)
 
 
 def _round(value: Number, digits: Number = 0) -> Number:
     places = _whole(digits, "round")
-    if abs(places) > _MAX_ROUND_DIGITS:
-        raise CalculationError(f"round takes at most {_MAX_ROUND_DIGITS} digits")
+    if abs(places) > 400:
+        raise CalculationError("round takes at most 400 digits")
     if isinstance(value, float):
         return round(value, places) if places else round(value)
     scale = Fraction(10) ** places
@@ -379,17 +344,30 @@ def _lcm(*several: Number) -> Number:
     return result
 
 
-def _in_floats(function: Callable[..., float]) -> Callable[..., Number]:
-    return lambda *arguments: function(*map(_float, arguments))
-
-
+_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Number]] = {
+    ast.Add: _exact(operator.add),
+    ast.Sub: _exact(operator.sub),
+    ast.Mult: _exact(operator.mul),
+    ast.Div: _exact(operator.truediv),
+    ast.FloorDiv: _exact(operator.floordiv),
+    ast.Mod: _exact(operator.mod),
+    ast.Pow: _power,
+}
+_COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+}
 _CONSTANTS: dict[str, Number] = {"pi": math.pi, "e": math.e, "tau": math.tau}
-_ONE_FLOAT = (
+_FLOATS = (
     *("sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh"),
     *("exp", "degrees", "radians"),
 )
 _FUNCTIONS: dict[str, tuple[int, int, Callable[..., Number]]] = {
-    **{name: (1, 1, _in_floats(getattr(math, name))) for name in _ONE_FLOAT},
+    **{name: (1, 1, getattr(math, name)) for name in _FLOATS},
     "sqrt": (1, 1, lambda x: _root(x, 2)),
     "cbrt": (1, 1, lambda x: _root(x, 3)),
     "isqrt": (1, 1, lambda x: math.isqrt(_whole(x, "isqrt"))),
@@ -403,14 +381,14 @@ _FUNCTIONS: dict[str, tuple[int, int, Callable[..., Number]]] = {
     "trunc": (1, 1, math.trunc),
     "round": (1, 2, _round),
     "mod": (2, 2, operator.mod),
-    "atan2": (2, 2, _in_floats(math.atan2)),
-    "hypot": (1, 1_000, _in_floats(math.hypot)),
+    "atan2": (2, 2, math.atan2),
+    "hypot": (1, 1_000, math.hypot),
     "min": (1, 1_000, lambda *several: min(several)),
     "max": (1, 1_000, lambda *several: max(several)),
     "sum": (1, 1_000, lambda *several: sum(several)),
     "gcd": (1, 1_000, lambda *several: math.gcd(*(_whole(one, "gcd") for one in several))),
     "lcm": (1, 1_000, _lcm),
     "factorial": (1, 1, _factorial),
-    "comb": (2, 2, functools.partial(_choices, "comb")),
-    "perm": (2, 2, functools.partial(_choices, "perm")),
+    "comb": (2, 2, _comb),
+    "perm": (2, 2, _perm),
 }

@@ -24,9 +24,11 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin, urlsplit
 
+from ludus.core.chat import ChatOptions
 from ludus.core.failures import Boundary, ConfigError, InfraError, ToolFault
-from ludus.core.messages import Json
-from ludus.remote.client import ConnectionFailed, HttpClient, load_aiohttp, retry_after
+from ludus.core.messages import Json, Message
+from ludus.llm import RemoteChatModel
+from ludus.remote.client import ConnectionFailed, HttpClient, RetryPolicy, load_aiohttp, retry_after
 from ludus.remote.threads import run_sync
 from ludus.tools.library.retrieval import checked_query
 from ludus.tools.tool import Tool
@@ -36,24 +38,13 @@ if TYPE_CHECKING:
 
 SERPER = "https://google.serper.dev/search"
 _KEY = "SERPER_API_KEY"
-_MODEL_KEY = "LUDUS_API_KEY"
 _MOST_ANSWER_BYTES = 4_000_000
 _LONGEST_RETRY_AFTER = 10.0
 _MOST_REDIRECTS = 5
 _MOST_URL_CHARS = 2_000
 _READABLE = ("text/", "application/xhtml+xml", "application/xml", "application/json")
 _CONNECT_SECONDS = 10.0
-
-
-def _api_client(purpose: str) -> HttpClient:
-    """To an API that the user chose: through the proxy of the environment, if there is one."""
-    return HttpClient(
-        purpose=purpose,
-        extra="search",
-        connect_seconds=_CONNECT_SECONDS,
-        most_bytes=_MOST_ANSWER_BYTES,
-        trust_env=True,
-    )
+_SUMMARY_POLICY = RetryPolicy(seconds=60.0, retries=2, unusable=0)
 
 
 async def _post(client: HttpClient, url: str, body: Json, headers: Mapping[str, str], what: str) -> Json:
@@ -143,7 +134,14 @@ class WebSearch(Tool):
             raise ConfigError(f"web_search: url is an http or https address, not {url!r}")
         self.k, self.url, self.parameters = k, url, dict(parameters or {})
         self.key_variable = key_variable
-        self._limit, self._api = RateLimit(per_second), _api_client("the tool 'web_search'")
+        self._limit = RateLimit(per_second)
+        self._api = HttpClient(
+            purpose="the tool 'web_search'",
+            extra="search",
+            connect_seconds=_CONNECT_SECONDS,
+            most_bytes=_MOST_ANSWER_BYTES,
+            trust_env=True,
+        )
 
     async def run(self, query: str) -> str:
         wanted = checked_query(query)
@@ -228,7 +226,7 @@ class Visit(Tool):
             socket_factory=None if private else public_socket,
             force_close=True,
         )
-        self._models = _api_client("the tool 'visit'")
+        self._model = None if summarizer is None else RemoteChatModel(summarizer, policy=_SUMMARY_POLICY)
 
     async def run(self, url: str, goal: str = "") -> str:
         try:
@@ -237,7 +235,7 @@ class Visit(Tool):
         except TimeoutError:
             raise ToolFault(f"{url[:200]} did not answer within {self.seconds:g} seconds") from None
         text = await run_sync(page_text, data, kind)
-        if self.summarizer is not None and text:
+        if self._model is not None and text:
             text = await self._summary(text, goal)
         elif len(text) > self.max_chars - 300:
             text = f"{text[: self.max_chars - 300]}\n[the page goes on: {len(text):,} characters in all]"
@@ -275,28 +273,14 @@ class Visit(Tool):
         raise ToolFault(f"{url[:200]} redirects more than {_MOST_REDIRECTS} times")
 
     async def _summary(self, text: str, goal: str) -> str:
-        assert self.summarizer is not None
-        base, _, model = self.summarizer.partition("#")
+        assert self._model is not None
         wanted = f"What matters is: {goal[:1000]}\n" if goal.strip() else ""
         prompt = (
             f"Summarise this web page for somebody who cannot see it. {wanted}Keep names, numbers and dates as "
             f"they are, and say so if the page does not hold what is asked for.\n\n{text[: 8 * self.max_chars]}"
         )
-        body = {
-            "model": model,
-            "messages": [{"role": "user", "content": prompt}],
-            "max_tokens": self.summary_tokens,
-            "temperature": 0,
-        }
-        key = os.environ.get(_MODEL_KEY)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        url = f"{base.rstrip('/')}/chat/completions"
-        answer = await _post(self._models, url, body, headers, f"the summary of {self.name!r}")
-        try:
-            return str(answer["choices"][0]["message"]["content"] or "").strip()
-        except (KeyError, IndexError, TypeError) as error:
-            message = f"the summary of {self.name!r}: {url} answered without a message"
-            raise InfraError(Boundary.TOOL, message, kind="ApiAnswer") from error
+        options = ChatOptions(max_tokens=self.summary_tokens, temperature=0.0)
+        return (await self._model.chat([Message("user", prompt)], options)).text.strip()
 
 
 def _check_url(url: str) -> None:
