@@ -32,6 +32,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,12 +52,19 @@ class NotPicklable(ConfigError):
     """A function, or what it is given, cannot be sent to another process."""
 
 
+@dataclass(slots=True)
+class _Ticket:
+    """A call on its way: the worker that has it, which is killed when the caller is gone."""
+
+    worker: CallWorker | None = None
+    is_cancelled: bool = False
+
+
 class ProcessExecutor:
     """Runs importable functions in processes; works from any number of event loops at once."""
 
     def __init__(self, max_workers: int = 2, *, name: str = "ludus") -> None:
-        self.max_workers = max_workers
-        self.name = name
+        self.max_workers, self.name = max_workers, name
         self._drivers = ThreadExecutor(max_workers, name=f"{name}-driver")
         self._lock = threading.Lock()
         self._idle: list[CallWorker] = []
@@ -71,13 +79,17 @@ class ProcessExecutor:
     ) -> T:
         """The function's result; the deadline counts from when the worker has read the call."""
         try:
-            call = _Call(process_worker.pack_call(function, args, kwargs), timeout)
+            data = process_worker.pack_call(function, args, kwargs)
         except TypeError as error:
             raise NotPicklable(str(error)) from error
+        ticket = _Ticket()
         try:
-            kind, value = await self._drivers.run(self._drive, call)
+            kind, value = await self._drivers.run(self._drive, data, timeout, ticket)
         except asyncio.CancelledError:
-            call.cancel()
+            with self._lock:
+                ticket.is_cancelled = True
+                if ticket.worker is not None:
+                    ticket.worker.signal()
             raise
         if kind == "value":
             result: T = value
@@ -95,71 +107,42 @@ class ProcessExecutor:
                 worker.signal()
         await self._drivers.close()
 
-    def _drive(self, call: _Call) -> tuple[str, Any]:
-        worker = self._take()
+    def _drive(self, data: bytes, timeout: float | None, ticket: _Ticket) -> tuple[str, Any]:
+        worker, is_fit = self._take(ticket), False
         try:
-            outcome = call.perform(worker)
-        except BaseException as error:
-            self._put_away(worker, fit=False)
-            if isinstance(error, WorkerError) and not call.cancelled:
-                self.lost += 1
+            outcome = worker.call(data, timeout)
+            is_fit = True
+            return outcome
+        except WorkerError:
+            self.lost += not ticket.is_cancelled
             raise
-        self._put_away(worker, fit=True)
-        return outcome
+        finally:
+            with self._lock:
+                ticket.worker = None
+                self._busy.discard(worker)
+                is_fit = is_fit and not ticket.is_cancelled and not self._closed
+                if is_fit:
+                    self._idle.append(worker)
+            if not is_fit:
+                worker.kill()
 
-    def _take(self) -> CallWorker:
+    def _take(self, ticket: _Ticket) -> CallWorker:
         while True:
             with self._lock:
-                if self._closed:
-                    raise WorkerError(f"the executor {self.name!r} is closed")
+                if self._closed or ticket.is_cancelled:
+                    gone = "the call was cancelled" if ticket.is_cancelled else "it is closed"
+                    raise WorkerError(f"the executor {self.name!r}: {gone}")
                 worker = self._idle.pop() if self._idle else CallWorker()
                 if worker.is_alive:
                     self._busy.add(worker)
+                    ticket.worker = worker
                     return worker
             worker.kill()
-
-    def _put_away(self, worker: CallWorker, *, fit: bool) -> None:
-        with self._lock:
-            self._busy.discard(worker)
-            if fit and not self._closed:
-                self._idle.append(worker)
-                return
-        worker.kill()
 
 
 def _kill_each(workers: list[CallWorker]) -> None:
     while workers:
         workers.pop().kill()
-
-
-class _Call:
-    """One call on its way to a worker. Cancelling it kills the worker that has it."""
-
-    def __init__(self, data: bytes, timeout: float | None) -> None:
-        self._data = data
-        self._timeout = timeout
-        self._lock = threading.Lock()
-        self._worker: CallWorker | None = None
-        self.cancelled = False
-
-    def cancel(self) -> None:
-        with self._lock:
-            self.cancelled = True
-            if self._worker is not None:
-                self._worker.signal()
-
-    def perform(self, worker: CallWorker) -> tuple[str, Any]:
-        self._bind(worker)
-        try:
-            return worker.call(self._data, self._timeout)
-        finally:
-            self._bind(None)
-
-    def _bind(self, worker: CallWorker | None) -> None:
-        with self._lock:
-            if self.cancelled:
-                raise WorkerError("the call was cancelled")
-            self._worker = worker
 
 
 class WorkerProcess:
