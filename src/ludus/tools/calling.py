@@ -32,11 +32,11 @@ from pydantic_core import to_json
 from ludus.core.failures import Boundary, Fault, InfraError, ToolFault
 from ludus.core.messages import Media, ToolResult
 from ludus.core.user_code import UserError, count_tool_call, log_once
+from ludus.remote.client import backoff
 from ludus.remote.processes import NotPicklable, shared_processes
 from ludus.remote.threads import (
     DeadlineExceeded,
     FunctionExited,
-    ThreadExecutor,
     WorkerError,
     run_sync,
     threads_for,
@@ -53,50 +53,38 @@ _FIRST_PAUSE = 0.05
 _LONGEST_PAUSE = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class Invocation:
-    """A tool's function with the arguments of one call."""
-
-    tool: Tool
-    function: Callable[..., Any]
-    args: Sequence[Any]
-    kwargs: dict[str, Any]
-    limits: OutputLimits
-
-
-async def invoke(invocation: Invocation) -> ToolResult:
+async def invoke(tool: Tool, call: partial[Any], limits: OutputLimits) -> ToolResult:
     """The call's result, the model's faults included. Infrastructure failures are retried, then raised."""
     attempt = 0
     started = time.monotonic()
     while True:
         attempt += 1
         try:
-            result = await _outcome(invocation)
+            result = await _outcome(tool, call, limits)
         except (InfraError, ConnectionError, WorkerError) as error:
-            retriable = error.retriable if isinstance(error, InfraError) else True
-            if not retriable or attempt > invocation.tool.retries:
-                raise _failure(invocation.tool.name, error, attempt) from error
-            await asyncio.sleep(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (attempt - 1)))
+            own = error if isinstance(error, InfraError) else InfraError(Boundary.TOOL, _message(error))
+            if not own.retriable or attempt > tool.retries:
+                raise InfraError(
+                    own.boundary,
+                    f"tool {tool.name!r} failed: {own}",
+                    attempts=attempt,
+                    retriable=False,
+                    replay=own.replay and not own.retriable,
+                ) from error
+            await asyncio.sleep(backoff(attempt - 1, _FIRST_PAUSE, _LONGEST_PAUSE))
             continue
         return replace(result, seconds=time.monotonic() - started)
 
 
-def _failure(tool: str, error: Exception, attempts: int) -> InfraError:
-    boundary = error.boundary if isinstance(error, InfraError) else Boundary.TOOL
-    what = str(error) if isinstance(error, InfraError) else _message(error)
-    message = f"tool {tool!r} failed: {what}"
-    lost_state = isinstance(error, InfraError) and not error.retriable and error.replay
-    return InfraError(boundary, message, attempts=attempts, retriable=False, replay=lost_state)
-
-
-async def _outcome(invocation: Invocation) -> ToolResult:
-    tool = invocation.tool
+async def _outcome(tool: Tool, call: partial[Any], limits: OutputLimits) -> ToolResult:
     error: UserError | None = None
     try:
         if tool.process:
-            result, error = await _in_process(invocation)
+            result, error = await _in_process(call, limits, tool.timeout)
+        elif inspect.iscoroutinefunction(call.func):
+            result = await _on_loop(call, limits, tool.timeout)
         else:
-            result = await _performed(invocation)
+            result = await _in_thread(call, limits, tool.timeout)
     except DeadlineExceeded:
         text = f"{tool.name} was stopped: it took longer than {tool.timeout:g} seconds."
         if tool.on_timeout == "failure":
@@ -105,7 +93,7 @@ async def _outcome(invocation: Invocation) -> ToolResult:
     except (InfraError, ConnectionError, WorkerError, NotPicklable):
         raise
     except Exception as raised:  # noqa: BLE001 - the model reads what user code raises, unless it is a bug
-        result, error = _told(raised, invocation.limits)
+        result, error = _told(raised, limits)
     if error is not None:
         _attribute(tool, error)
     elif result.fault is None:
@@ -120,8 +108,10 @@ def _told(raised: BaseException, limits: OutputLimits) -> tuple[ToolResult, User
     """The result for an exception, and the error as data where it may be a mistake in the tool."""
     if isinstance(raised, ToolFault):
         return ToolResult(limits.apply(str(raised)), fault=raised.fault), None
-    own = _unwrapped(raised)
-    return ToolResult(limits.apply(_message(own)), fault=Fault.TOOL_RAISED), UserError.of(own)
+    cause = raised.__cause__
+    if isinstance(raised, RuntimeError) and isinstance(cause, StopIteration | StopAsyncIteration):
+        raised = cause  # Python makes a RuntimeError of one that leaves a coroutine
+    return ToolResult(limits.apply(_message(raised)), fault=Fault.TOOL_RAISED), UserError.of(raised)
 
 
 def _attribute(tool: Tool, error: UserError) -> None:
@@ -134,26 +124,16 @@ def _attribute(tool: Tool, error: UserError) -> None:
         count_tool_call(_log, tool.name, error)
 
 
-def _performed(invocation: Invocation) -> Coroutine[Any, Any, ToolResult]:
-    function = partial(invocation.function, *invocation.args, **invocation.kwargs)
-    if inspect.iscoroutinefunction(invocation.function):
-        return _on_loop(function, invocation.limits, invocation.tool.timeout)
-    given = (*invocation.args, *invocation.kwargs.values())
-    threads = threads_for(invocation.function, *given)
-    return _in_thread(function, invocation.limits, invocation.tool.timeout, threads)
-
-
-async def _in_process(invocation: Invocation) -> tuple[ToolResult, UserError | None]:
-    function = partial(invocation.function, *invocation.args, **invocation.kwargs)
+async def _in_process(
+    call: partial[Any], limits: OutputLimits, timeout: float | None
+) -> tuple[ToolResult, UserError | None]:
     # The limit in tokens needs the caller's tokenizer, so a worker cuts by characters only.
-    limits = replace(invocation.limits, encode=None)
-    outcome = await shared_processes().run(
-        run_in_worker, function, limits, timeout=invocation.tool.timeout
-    )
+    inside = replace(limits, encode=None)
+    outcome = await shared_processes().run(run_in_worker, call, inside, timeout=timeout)
     if isinstance(outcome, WorkerFailure):
         raise InfraError(Boundary(outcome.boundary), outcome.message, retriable=outcome.retriable)
     result, error = outcome
-    return replace(result, content=invocation.limits.apply(result.content)), error
+    return replace(result, content=limits.apply(result.content)), error
 
 
 class WorkerFailure(NamedTuple):
@@ -181,14 +161,13 @@ def run_in_worker(
         return _told(raised, limits)
 
 
-async def _in_thread(
-    function: Callable[[], Any], limits: OutputLimits, timeout: float | None, threads: ThreadExecutor
-) -> ToolResult:
-    def call() -> Any:
-        value = function()
+async def _in_thread(call: partial[Any], limits: OutputLimits, timeout: float | None) -> ToolResult:
+    def perform() -> Any:
+        value = call()
         return value if inspect.isawaitable(value) else rendered(value, limits)
 
-    value = await threads.run(call, timeout=timeout)
+    threads = threads_for(call.func, *call.args, *call.keywords.values())
+    value = await threads.run(perform, timeout=timeout)
     if isinstance(value, ToolResult):
         return value
 
@@ -201,12 +180,24 @@ async def _in_thread(
 async def _on_loop(
     function: Callable[[], Coroutine[Any, Any, Any]], limits: OutputLimits, timeout: float | None
 ) -> ToolResult:
-    task = asyncio.create_task(_guarded(function))
+    async def guarded() -> tuple[Any, BaseException | None]:
+        """Keeps `SystemExit` and the like inside: raised out of a task, they would end the event loop."""
+        try:
+            return await function(), None
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - handed to the caller as a value
+            return None, error
+
+    task = asyncio.create_task(guarded())
     try:
         done, _ = await asyncio.wait((task,), timeout=timeout)
     finally:
         if not task.done():
-            await _stop(task)
+            task.cancel()
+            await asyncio.wait((task,), timeout=_GRACE_SECONDS)
+            if not task.done():
+                _log.warning("an async tool ignores its cancellation and still runs: %r", function)
     if not done:
         raise DeadlineExceeded(f"no result within {timeout:g} seconds")
     if task.cancelled():
@@ -217,33 +208,6 @@ async def _on_loop(
     if value is None or isinstance(value, (str, int, float, ToolResult)):
         return rendered(value, limits)
     return await run_sync(rendered, value, limits)
-
-
-async def _guarded(
-    function: Callable[[], Coroutine[Any, Any, Any]],
-) -> tuple[Any, BaseException | None]:
-    """Keeps `SystemExit` and the like inside: raised out of a task, they would end the event loop."""
-    try:
-        return await function(), None
-    except asyncio.CancelledError:
-        raise
-    except BaseException as error:  # noqa: BLE001 - handed to the caller as a value
-        return None, error
-
-
-async def _stop(task: asyncio.Task[Any]) -> None:
-    """Cancel `task`; one that refuses to end is left behind, and said so."""
-    task.cancel()
-    done, _ = await asyncio.wait((task,), timeout=_GRACE_SECONDS)
-    if not done:
-        _log.warning("an async tool ignores its cancellation and still runs: %r", task.get_coro())
-
-
-def _unwrapped(error: BaseException) -> BaseException:
-    """`StopIteration` as the tool raised it: Python makes a RuntimeError of one that leaves a coroutine."""
-    cause = error.__cause__
-    is_made = isinstance(error, RuntimeError) and isinstance(cause, StopIteration | StopAsyncIteration)
-    return cause if is_made and cause is not None else error
 
 
 def _message(error: BaseException) -> str:

@@ -10,13 +10,14 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 from ludus.core.failures import ConfigError, Fault, ToolFault
 from ludus.core.messages import ToolContext, ToolResult, ToolSpec
 from ludus.core.user_code import register_user_code
 from ludus.remote.time_limit import queueing
-from ludus.tools.calling import Encode, Invocation, OutputLimits, invoke
+from ludus.tools.calling import Encode, OutputLimits, invoke
 from ludus.tools.signature import Signature, signature_of, validate_arguments
 
 P = ParamSpec("P")
@@ -126,7 +127,7 @@ class Tool:
         args, kwargs = self.signature.bind(values)
         limits = OutputLimits(self.max_chars, self.max_tokens, encode)
         async with self._limiter.slot(), context.exclusive(env):
-            return await invoke(Invocation(self, self._target(), args, kwargs, limits))
+            return await invoke(self, partial(self._target(), *args, **kwargs), limits)
 
     def _target(self) -> Callable[..., Any]:
         """The function to call; it is picklable where calls go to other processes."""
