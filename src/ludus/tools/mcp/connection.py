@@ -18,6 +18,7 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import mcp_types as types
@@ -109,7 +110,12 @@ class MCPConnection:
                     # with the handshake first: sessions and notices of changed lists are part of that
                     # protocol; servers of 2026-07-28 alone have no handshake, and are asked by discovery
                     await self._begin(mode)
-                    if self._session is not None or not _wants_discovery(self._error):
+                    error = _single(self._error)
+                    wants_discovery = isinstance(error, MCPError) and error.code in (
+                        METHOD_NOT_FOUND,
+                        types.UNSUPPORTED_PROTOCOL_VERSION,
+                    )
+                    if self._session is not None or not wants_discovery:
                         break
                     await self.close()
                     self._closing.clear()
@@ -173,7 +179,7 @@ class MCPConnection:
         seconds = self.config.timeout if timeout is None else timeout
         session = self._session
         if session is None or not self.is_alive:
-            raise self._gone(what)
+            raise self._ended(what)
         try:
             async with asyncio.timeout(seconds):
                 return await ask(session)
@@ -181,33 +187,33 @@ class MCPConnection:
             if await self._answers(session):
                 raise SlowCall(f"it took longer than {seconds:g} seconds") from None
             await self.close()
-            raise ServerGone(
-                f"the MCP server {self.config.label!r} hangs: it answered neither {what} within "
-                f"{seconds:g} seconds nor a question after it. {self._last_words()}".strip(),
+            raise self._gone(
+                f"hangs: it answered neither {what} within {seconds:g} seconds nor a question after it. "
+                f"{self._last_words()}",
                 "Hangs",
             ) from None
         except MCPError as error:
-            if error.code == NO_JSON_RPC or self._is_unreadable(error.message):
-                raise self._nonsense(what, " ".join(error.message.split())[:_MOST_SHOWN]) from error
-            if error.code == CONNECTION_CLOSED and "exceeded the" not in error.message:
-                raise await self._died(what) from error
-            if self.config.is_http and error.message in _HTTP_ENDED:
+            said = error.message
+            # the transport could not read the answer; that one is too large is for the model to know
+            is_large = LARGER in said or "byte limit" in said
+            is_unreadable = self.config.is_http and said.startswith(_HTTP_UNREADABLE) and not is_large
+            if error.code == NO_JSON_RPC or is_unreadable:
+                raise self._nonsense(what, " ".join(said.split())[:_MOST_SHOWN]) from error
+            if error.code == CONNECTION_CLOSED and "exceeded the" not in said:
+                if not self.config.is_http:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(_PROBE_SECONDS):
+                            await self._server.ended.wait()  # for its exit status
                 await self.close()
-                raise self._gone(what) from error
-            raise ServerRefusal(error.code, error.message) from error
+                raise self._ended(what) from error
+            if self.config.is_http and said in _HTTP_ENDED:
+                await self.close()
+                raise self._ended(what) from error
+            raise ServerRefusal(error.code, said) from error
         except ValidationError as error:
-            raise self._nonsense(what, _first(error)) from error
-
-    def _is_unreadable(self, said: str) -> bool:
-        """Whether the transport could not read the answer; that one is too large is for the model to know."""
-        is_large = LARGER in said or "byte limit" in said
-        return self.config.is_http and said.startswith(_HTTP_UNREADABLE) and not is_large
-
-    def _nonsense(self, what: str, shown: str) -> ServerGone:
-        label = self.config.label
-        return ServerGone(
-            f"the MCP server {label!r} answered {what} with what is no MCP: {shown}", "Nonsense"
-        )
+            problem = error.errors(include_url=False, include_input=False)[0]
+            place = ".".join(str(step) for step in problem["loc"])
+            raise self._nonsense(what, f"{place}: {problem['msg']}") from error
 
     async def _answers(self, session: ClientSession) -> bool:
         """Whether the server answers at all."""
@@ -223,21 +229,14 @@ class MCPConnection:
             return True
         return True
 
-    async def _died(self, what: str) -> ServerGone:
-        """The error for a server that ended during a request; waits a moment for its exit status."""
-        if not self.config.is_http:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_PROBE_SECONDS):
-                    await self._server.ended.wait()
-        await self.close()
-        return self._gone(what)
+    def _gone(self, problem: str, kind: Literal["Died", "Hangs", "Nonsense"]) -> ServerGone:
+        return ServerGone(f"the MCP server {self.config.label!r} {problem}".strip(), kind)
 
-    def _gone(self, what: str) -> ServerGone:
-        words = self._last_words()
-        return ServerGone(
-            f"the MCP server {self.config.label!r} ended before it answered {what}. {words}".strip(),
-            "Died",
-        )
+    def _nonsense(self, what: str, shown: str) -> ServerGone:
+        return self._gone(f"answered {what} with what is no MCP: {shown}", "Nonsense")
+
+    def _ended(self, what: str) -> ServerGone:
+        return self._gone(f"ended before it answered {what}. {self._last_words()}", "Died")
 
     def _not_started(self, why: str) -> InfraError | ConfigError:
         words = "; ".join(one for one in (why, self._last_words()) if one)
@@ -247,15 +246,11 @@ class MCPConnection:
         return ServerGone(text, "NotStarted")
 
     def _last_words(self) -> str:
-        told = self._server.last_words()
-        error = self._error
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        is_told = error is None or (
-            isinstance(error, MCPError) and error.code == CONNECTION_CLOSED and told
-        )
-        named = "" if is_told else f"{type(error).__name__}: {error}"[:500]
-        return "; ".join(one for one in (told, named) if one)
+        told, error = self._server.last_words(), _single(self._error)
+        if error is None or (isinstance(error, MCPError) and error.code == CONNECTION_CLOSED and told):
+            return told
+        named = f"{type(error).__name__}: {error}"[:500]
+        return f"{told}; {named}" if told else named
 
     # Lists
 
@@ -273,34 +268,22 @@ class MCPConnection:
 
     async def _listed(self) -> ToolCatalog:
         tools: list[types.Tool] = []
-        cursor: str | None = None
-        for _ in range(_MOST_PAGES):
-            params = types.PaginatedRequestParams(cursor=cursor)
-            page = await self._page(params)
-            tools += page.tools
-            cursor = page.next_cursor
-            if not cursor or len(tools) > 100_000:
-                break
-        else:
-            raise ServerGone(
-                f"the MCP server {self.config.label!r} lists its tools without end", "Nonsense"
-            )
-        return make_catalog(tools, self.config)
-
-    async def _page(self, params: types.PaginatedRequestParams) -> types.ListToolsResult:
+        params = types.PaginatedRequestParams()
         try:
-            return await self.request("tools/list", lambda session: session.list_tools(params=params))
+            for _ in range(_MOST_PAGES):
+                page = await self.request("tools/list", partial(ClientSession.list_tools, params=params))
+                tools += page.tools
+                params = types.PaginatedRequestParams(cursor=page.next_cursor)
+                if not page.next_cursor or len(tools) > 100_000:
+                    return make_catalog(tools, self.config)
         except SlowCall:
             await self.close()
-            raise ServerGone(
-                f"the MCP server {self.config.label!r} does not list its tools in time", "Hangs"
-            ) from None
+            raise self._gone("does not list its tools in time", "Hangs") from None
         except ServerRefusal as refusal:
-            if refusal.code == METHOD_NOT_FOUND:
-                return types.ListToolsResult(tools=[])  # it has resources or prompts alone
-            raise ServerGone(
-                f"the MCP server {self.config.label!r} does not list its tools: {refusal}", "Nonsense"
-            ) from None
+            if refusal.code == METHOD_NOT_FOUND:  # it has resources or prompts alone
+                return make_catalog(tools, self.config)
+            raise self._gone(f"does not list its tools: {refusal}", "Nonsense") from None
+        raise self._gone("lists its tools without end", "Nonsense")
 
     async def close(self) -> None:
         """End the session and the process. May be called twice, and by several at once."""
@@ -322,21 +305,14 @@ def _server_of(config: MCPServerConfig) -> ServerProcess | HttpServer:
     return HttpServer(config) if config.is_http else ServerProcess(config)
 
 
-def _wants_discovery(error: BaseException | None) -> bool:
-    """Whether a handshake failed because the server has none."""
+def _single(error: BaseException | None) -> BaseException | None:
+    """The first error within groups of the SDK's task groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return isinstance(error, MCPError) and error.code in (
-        METHOD_NOT_FOUND,
-        types.UNSUPPORTED_PROTOCOL_VERSION,
-    )
+    return error
 
 
-def _first(error: ValidationError) -> str:
-    problem = error.errors(include_url=False, include_input=False)[0]
-    place = ".".join(str(step) for step in problem["loc"])
-    return f"{place}: {problem['msg']}"
-
+# Its list, as a model is offered it
 
 _MOST_DESCRIPTION = 2_000
 _MOST_SCHEMA = 50_000

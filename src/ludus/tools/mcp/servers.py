@@ -62,49 +62,36 @@ _KEPT = 256
 class ServerProcess:
     """A server that a command starts, and what is known of its process, while it runs and after."""
 
+    _process: Process
+
     def __init__(self, config: MCPServerConfig) -> None:
         self.config = config
         self.ended = asyncio.Event()
         """Set when its output has ended: it is dead, or as good as."""
-        self.stray_lines = 0
+        self._stray_lines = 0
         """Lines on its standard output that are no JSON-RPC."""
-        self.first_stray = ""
-        self.status: int | None = None
+        self._first_stray = ""
+        self._status: int | None = None
         self._stderr = b""
 
     @property
     def could_not_run(self) -> bool:
-        return self.status == guardian.CANNOT_RUN
+        return self._status == guardian.CANNOT_RUN
 
     def last_words(self) -> str:
         """The exit status, and the end of standard error."""
         told = []
-        if self.status is not None:
-            how = f"signal {self.status - 128}" if self.status > 128 else f"status {self.status}"
+        if self._status is not None:
+            how = f"signal {self._status - 128}" if self._status > 128 else f"status {self._status}"
             told.append(f"it exited with {how}")
-        if self.stray_lines:
+        if self._stray_lines:
             told.append(
-                f"it wrote {self.stray_lines} line(s) to its standard output that are no JSON-RPC, first "
-                f"{self.first_stray!r}"
+                f"it wrote {self._stray_lines} line(s) to its standard output that are no JSON-RPC, first "
+                f"{self._first_stray!r}"
             )
         if text := self._stderr.decode("utf-8", "replace").strip():
             told.append(f"its standard error ends: {text[-1000:]}")
         return "; ".join(told)
-
-    def heard(self, data: bytes) -> None:
-        """Something on standard error."""
-        self._stderr = (self._stderr + data)[-_MOST_STDERR:]
-
-    def stray(self, line: bytes) -> None:
-        """A line that is no message: many servers print a banner, which is against the protocol."""
-        self.stray_lines += 1
-        if self.stray_lines == 1:
-            self.first_stray = line[:200].decode("utf-8", "replace")
-            _log.warning(
-                "the MCP server %r writes to its standard output what is no JSON-RPC; it is ignored: %r",
-                self.config.label,
-                self.first_stray,
-            )
 
     @asynccontextmanager
     async def streams(self) -> AsyncIterator[Any]:
@@ -112,15 +99,9 @@ class ServerProcess:
         config = self.config
         async with _working_folder(config) as folder:
             files = folder or ""
-            process = await anyio.open_process(
-                [
-                    sys.executable,
-                    "-I",
-                    "-S",
-                    guardian.__file__,
-                    str(os.getpid()),
-                    *config.command(files),
-                ],
+            program = [sys.executable, "-I", "-S", guardian.__file__, str(os.getpid())]
+            self._process = await anyio.open_process(
+                [*program, *config.command(files)],
                 env=get_default_environment() | config.variables(files),
                 cwd=folder,
                 start_new_session=True,
@@ -128,17 +109,90 @@ class ServerProcess:
             to_session, from_server = anyio.create_memory_object_stream[SessionMessage | Exception](0)
             to_server, from_session = anyio.create_memory_object_stream[SessionMessage](0)
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(_read, process, self, to_session)
-                tasks.start_soon(_write, process, from_session)
-                tasks.start_soon(_read_stderr, process, self)
+                tasks.start_soon(self._read, to_session)
+                tasks.start_soon(self._write, from_session)
+                tasks.start_soon(self._read_stderr)
                 try:
                     yield from_server, to_server
                 finally:
                     with anyio.CancelScope(shield=True):
-                        await _stop(process, self)
+                        await self._stop()
                     tasks.cancel_scope.cancel()
                     for stream in (to_session, from_server, to_server, from_session):
                         stream.close()
+
+    async def _read(self, session: MemoryObjectSendStream[SessionMessage | Exception]) -> None:
+        splitter = LineSplitter(self.config.max_message_bytes)
+        try:
+            async for data in _chunks(self._process.stdout):
+                for line in splitter.feed(data):
+                    if (message := self._message(line)) is not None:
+                        await session.send(message)
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+            _log.debug("%s: the session has ended", self.config.label)
+        finally:
+            self._status = self._process.returncode
+            with anyio.CancelScope(shield=True), anyio.move_on_after(_GRACE_SECONDS):
+                self._status = await self._process.wait()  # for messages about its end
+            self.ended.set()
+            session.close()
+
+    def _message(self, line: bytes | LongLine) -> SessionMessage | None:
+        if isinstance(line, LongLine):
+            limit = self.config.max_message_bytes
+            text = f"the answer has {line.size:,} bytes, and may have {limit:,}"
+            _log.warning(
+                "the MCP server %r: %s; it is dropped (max_message_bytes)", self.config.label, text
+            )
+            return None if line.request is None else _error(line.request, TOO_LARGE, text)
+        if not line.strip():
+            return None
+        try:
+            return SessionMessage(types.jsonrpc_message_adapter.validate_json(line, by_name=False))
+        except (ValueError, RecursionError):
+            shown = line[:200].decode("utf-8", "replace")
+            if (request := _answered(line)) is not None:
+                return _error(request, NO_JSON_RPC, shown.strip())
+        self._stray_lines += 1  # many servers print a banner, which is against the protocol
+        if self._stray_lines == 1:
+            self._first_stray = shown
+            _log.warning(
+                "the MCP server %r writes to its standard output what is no JSON-RPC; it is ignored: %r",
+                *(self.config.label, shown),
+            )
+        return None
+
+    async def _write(self, messages: Any) -> None:
+        assert self._process.stdin is not None
+        try:
+            async for one in messages:
+                text = one.message.model_dump_json(by_alias=True, exclude_unset=True)
+                await self._process.stdin.send(text.encode("utf-8", "replace") + b"\n")
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError, OSError) as error:
+            _log.debug("the server reads no more: %r", error)
+        finally:
+            messages.close()  # later writers get an error, since there is no reader
+
+    async def _read_stderr(self) -> None:
+        async for data in _chunks(self._process.stderr):
+            self._stderr = (self._stderr + data)[-_MOST_STDERR:]
+            _log.debug("%s: %s", self.config.label, data.decode("utf-8", "replace").rstrip())
+
+    async def _stop(self) -> None:
+        """Close its input, give it a moment, then kill it with everything it started."""
+        process = self._process
+        assert process.stdin is not None
+        with contextlib.suppress(anyio.BrokenResourceError, anyio.ClosedResourceError, OSError):
+            await process.stdin.aclose()
+        with anyio.move_on_after(_GRACE_SECONDS):
+            await self.ended.wait()
+        for end in (process.terminate, process.kill):  # the guardian, which kills all below it
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    end()
+                with anyio.move_on_after(_KILL_SECONDS):
+                    await process.wait()
+        await process.aclose()
 
 
 @asynccontextmanager
@@ -157,48 +211,11 @@ async def _working_folder(config: MCPServerConfig) -> AsyncIterator[str | None]:
             await run_sync(lambda: shutil.rmtree(made, ignore_errors=True))
 
 
-async def _read(
-    process: Process,
-    known: ServerProcess,
-    session: MemoryObjectSendStream[SessionMessage | Exception],
-) -> None:
-    splitter = LineSplitter(known.config.max_message_bytes)
-    try:
-        async for data in _chunks(process.stdout):
-            for line in splitter.feed(data):
-                if (message := _message(line, known)) is not None:
-                    await session.send(message)
-    except (anyio.BrokenResourceError, anyio.ClosedResourceError):
-        _log.debug("%s: the session has ended", known.config.label)
-    finally:
-        known.status = process.returncode
-        with anyio.CancelScope(shield=True), anyio.move_on_after(_GRACE_SECONDS):
-            known.status = await process.wait()  # for messages about its end
-        known.ended.set()
-        session.close()
-
-
 async def _chunks(stream: ByteReceiveStream | None) -> AsyncIterator[bytes]:
     assert stream is not None
     with contextlib.suppress(anyio.EndOfStream, ConnectionError, OSError):
         while True:
             yield await stream.receive(_CHUNK)
-
-
-def _message(line: bytes | LongLine, known: ServerProcess) -> SessionMessage | None:
-    if isinstance(line, LongLine):
-        return _too_large(line, known.config)
-    if not line.strip():
-        return None
-    try:
-        return SessionMessage(types.jsonrpc_message_adapter.validate_json(line, by_name=False))
-    except (ValueError, RecursionError):
-        if (request := _answered(line)) is not None:
-            shown = line[:200].decode("utf-8", "replace").strip()
-            error = types.ErrorData(code=NO_JSON_RPC, message=shown)
-            return SessionMessage(types.JSONRPCError(jsonrpc="2.0", id=request, error=error))
-        known.stray(line)
-        return None
 
 
 def _answered(line: bytes) -> int | None:
@@ -213,52 +230,9 @@ def _answered(line: bytes) -> int | None:
     return request if isinstance(request, int) and not isinstance(request, bool) else None
 
 
-def _too_large(line: LongLine, config: MCPServerConfig) -> SessionMessage | None:
-    text = f"the answer has {line.size:,} bytes, and may have {config.max_message_bytes:,}"
-    _log.warning("the MCP server %r: %s; it is dropped (max_message_bytes)", config.label, text)
-    if line.request is None:
-        return None
-    error = types.ErrorData(code=TOO_LARGE, message=text)
-    return SessionMessage(types.JSONRPCError(jsonrpc="2.0", id=line.request, error=error))
-
-
-async def _write(process: Process, messages: Any) -> None:
-    assert process.stdin is not None
-    try:
-        async for one in messages:
-            text = one.message.model_dump_json(by_alias=True, exclude_unset=True)
-            await process.stdin.send(text.encode("utf-8", "replace") + b"\n")
-    except (anyio.BrokenResourceError, anyio.ClosedResourceError, OSError) as error:
-        _log.debug("the server reads no more: %r", error)
-    finally:
-        messages.close()  # later writers get an error, since there is no reader
-
-
-async def _read_stderr(process: Process, known: ServerProcess) -> None:
-    async for data in _chunks(process.stderr):
-        known.heard(data)
-        _log.debug("%s: %s", known.config.label, data.decode("utf-8", "replace").rstrip())
-
-
-async def _stop(process: Process, known: ServerProcess) -> None:
-    """Close its input, give it a moment, then kill it with everything it started."""
-    assert process.stdin is not None
-    with contextlib.suppress(anyio.BrokenResourceError, anyio.ClosedResourceError, OSError):
-        await process.stdin.aclose()
-    with anyio.move_on_after(_GRACE_SECONDS):
-        await known.ended.wait()
-    if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()  # the guardian, which kills all below it
-        with anyio.move_on_after(_KILL_SECONDS):
-            await process.wait()
-    if process.returncode is None:
-        _log.warning("the MCP server %r does not end; it is killed", known.config.label)
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        with anyio.move_on_after(_KILL_SECONDS):
-            await process.wait()
-    await process.aclose()
+def _error(request: int, code: int, text: str) -> SessionMessage:
+    error = types.ErrorData(code=code, message=text)
+    return SessionMessage(types.JSONRPCError(jsonrpc="2.0", id=request, error=error))
 
 
 # Standard output as lines, in memory that does not grow with what the server writes
