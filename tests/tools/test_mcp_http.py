@@ -195,13 +195,13 @@ async def test_results_with_very_many_blocks_are_cut_before_they_are_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[int] = []
-    real = toolset.result_of_call
+    real = toolset._rendered
 
-    def watched(answer: Any, *args: Any) -> Any:
-        seen.append(len(answer.content))
-        return real(answer, *args)
+    def watched(blocks: Any) -> Any:
+        seen.append(len(blocks))
+        return real(blocks)
 
-    monkeypatch.setattr(toolset, "result_of_call", watched)
+    monkeypatch.setattr(toolset, "_rendered", watched)
     server = MCPServer("many")
 
     @server.tool(structured_output=False)

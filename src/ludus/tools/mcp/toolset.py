@@ -23,7 +23,8 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import mcp_types as types
@@ -156,7 +157,12 @@ class MCPTools:
         """The episode's server, running."""
         state.kept.check()
         if not self.config.has_own_sessions:
-            return await self._shared_connection()
+            async with self._starting:
+                if self._shared is None or not self._shared.is_alive:
+                    self.restarted += self._shared is not None
+                    self._shared = None
+                    self._shared = await self._started()
+                return self._shared
         async with state.opening:
             if state.connection is None:
                 await self._places.acquire()
@@ -171,14 +177,6 @@ class MCPTools:
                 self.restarted += 1
             return state.connection
 
-    async def _shared_connection(self) -> MCPConnection:
-        async with self._starting:
-            if self._shared is None or not self._shared.is_alive:
-                self.restarted += self._shared is not None
-                self._shared = None
-                self._shared = await self._started()
-            return self._shared
-
     async def _started(self) -> MCPConnection:
         """A server that has just been started, after as many attempts as it takes and is allowed."""
         while True:
@@ -191,7 +189,9 @@ class MCPTools:
             try:
                 await connection.start()
             except ServerGone as failure:
-                self._note_failure(failure)
+                self._failed_starts += 1
+                self._last_failure = failure
+                self._not_before = time.monotonic() + _RESTARTS.pause(self._failed_starts)
                 is_final = failure.kind == NONSENSE  # it would say the same again
                 if is_final or self._failed_starts > self.config.restarts:
                     raise self._given_up(failure) from failure
@@ -199,11 +199,6 @@ class MCPTools:
                 continue
             self._failed_starts, self._last_failure, self._has_started = 0, None, True
             return connection
-
-    def _note_failure(self, failure: InfraError) -> None:
-        self._failed_starts += 1
-        self._last_failure = failure
-        self._not_before = time.monotonic() + _RESTARTS.pause(self._failed_starts)
 
     def _given_up(self, failure: InfraError) -> InfraError | ConfigError:
         """A server that has never run is a mistake in the recipe; one that has is a failure."""
@@ -221,7 +216,7 @@ class MCPTools:
             return malformed(call)
         state = self._state(context)
         if call.name in self._extras:
-            return await self._bounded(call, state, self._extras[call.name])
+            return await self._performed(call, state, self._extras[call.name])
         connection = await self._connection(state)
         catalog = await connection.list()
         found = catalog.tools.get(call.name)
@@ -233,69 +228,60 @@ class MCPTools:
             shown = "\n".join(f"- {one}" for one in problems)
             text = f"The arguments of {call.name} do not fit:\n{shown}"
             return ToolResult(self._limits.apply(text), fault=Fault.BAD_ARGUMENTS)
-        return await self._bounded(call, state, found)
+        run = partial(_call_tool, found)
+        return await self._performed(call, state, CallableTool(found.spec, run, found.repeatable))
 
-    async def _bounded(
-        self, call: ToolCall, state: _EpisodeState, found: OfferedTool | ExtraTool
-    ) -> ToolResult:
+    async def _performed(self, call: ToolCall, state: _EpisodeState, found: CallableTool) -> ToolResult:
+        """One call, sent once more where that is safe and the first server has died of it."""
         async with self._calls.slot():
             started = time.monotonic()
-            result = await self._performed(call, state, found)
-        return ToolResult(
-            result.content, fault=result.fault, media=result.media, seconds=time.monotonic() - started
-        )
-
-    async def _performed(
-        self, call: ToolCall, state: _EpisodeState, found: OfferedTool | ExtraTool
-    ) -> ToolResult:
-        """One call, sent once more where that is safe and the first server has died of it."""
-        may_repeat = found.repeatable and not state.kept.has_state
-        while True:
-            connection = await self._connection(state)
-            try:
-                result = await self._sent(call, connection, found)
-            except ServerGone as gone:
-                if not may_repeat or gone.kind == NONSENSE:  # it would say the same again
-                    raise
-                _log.warning("%s; %r changes nothing, so it is sent again", gone, call.name)
-                may_repeat = False
-                continue
+            may_repeat = found.repeatable and not state.kept.has_state
+            while True:
+                connection = await self._connection(state)
+                try:
+                    result = await self._sent(call, connection, found)
+                    break
+                except ServerGone as gone:
+                    if not may_repeat or gone.kind == NONSENSE:  # it would say the same again
+                        raise
+                    _log.warning("%s; %r changes nothing, so it is sent again", gone, call.name)
+                    may_repeat = False
             state.kept.has_state = self.config.has_own_sessions
-            return result
+        return replace(result, seconds=time.monotonic() - started)
 
-    async def _sent(
-        self, call: ToolCall, connection: MCPConnection, found: OfferedTool | ExtraTool
-    ) -> ToolResult:
-        what = f"a call of {call.name!r}"
+    async def _sent(self, call: ToolCall, connection: MCPConnection, found: CallableTool) -> ToolResult:
         try:
-            if isinstance(found, ExtraTool):
-                return await connection.request(
-                    what, lambda session: found.run(session, call.arguments, self._limits)
-                )
-            answer = await connection.request(
-                what, lambda session: _call_tool(session, found.name, call.arguments)
+            return await connection.request(
+                f"a call of {call.name!r}",
+                lambda session: found.run(session, call.arguments, self._limits),
             )
-            return result_of_call(answer, call.name, self._limits, found.spec.returns)
         except SlowCall as slow:
             return ToolResult(f"{call.name} was stopped: {slow}.", fault=Fault.TOOL_TIMEOUT)
-        except ServerRefusal as refusal:
-            return self._refused(call.name, refusal)
-
-    def _refused(self, name: str, refusal: ServerRefusal) -> ToolResult:
-        """The server's own error, which the model reads."""
-        text = f"{name}: {str(refusal) or 'refused'}"
-        if refusal.code == TOO_LARGE or LARGER in text or "byte limit" in text:
-            return ToolResult(self._limits.apply(f"{text}. Ask for less"), fault=Fault.LIMIT)
-        is_bad = refusal.code == INVALID_PARAMS
-        fault = Fault.BAD_ARGUMENTS if is_bad else Fault.TOOL_RAISED
-        return ToolResult(self._limits.apply(text), fault=fault)
+        except ServerRefusal as refusal:  # the server's own error, which the model reads
+            text = f"{call.name}: {str(refusal) or 'refused'}"
+            if refusal.code == TOO_LARGE or LARGER in text or "byte limit" in text:
+                return ToolResult(self._limits.apply(f"{text}. Ask for less"), fault=Fault.LIMIT)
+            is_bad = refusal.code == INVALID_PARAMS
+            fault = Fault.BAD_ARGUMENTS if is_bad else Fault.TOOL_RAISED
+            return ToolResult(self._limits.apply(text), fault=fault)
 
 
-async def _call_tool(session: ClientSession, name: str, arguments: Json) -> types.CallToolResult:
+async def _call_tool(
+    tool: OfferedTool, session: ClientSession, arguments: Json, limits: OutputLimits
+) -> ToolResult:
     """By the plain request: the session's own method also runs the output schema, whatever it costs."""
     sendable = json.loads(clean(json.dumps(arguments, ensure_ascii=False)))  # without lone surrogates
-    params = types.CallToolRequestParams(name=name, arguments=sendable)
-    return await session.send_request(types.CallToolRequest(params=params), types.CallToolResult)
+    params = types.CallToolRequestParams(name=tool.name, arguments=sendable)
+    answer = await session.send_request(types.CallToolRequest(params=params), types.CallToolResult)
+    text, media = _rendered(answer.content)
+    structured = answer.structured_content
+    if structured is not None and not text:
+        text = text_of(structured)
+    if not answer.is_error and tool.spec.returns is not None:
+        _check_returns(tool.spec.name, structured, tool.spec.returns)
+    fault = Fault.TOOL_RAISED if answer.is_error else None
+    content = text or ("the tool failed, and says no more" if answer.is_error else "done")
+    return ToolResult(limits.apply(content), fault=fault, media=media)
 
 
 def _not_offered(name: str, catalog: ToolCatalog) -> ToolResult:
@@ -307,21 +293,6 @@ def _not_offered(name: str, catalog: ToolCatalog) -> ToolResult:
 
 
 # Answers, as the model reads them
-
-
-def result_of_call(
-    answer: types.CallToolResult, tool: str, limits: OutputLimits, returns: Json | None
-) -> ToolResult:
-    """The result of a tool call. What the server calls an error is the model's: it reads it."""
-    text, media = _rendered(answer.content)
-    structured = answer.structured_content
-    if structured is not None and not text:
-        text = text_of(structured)
-    if not answer.is_error and returns is not None:
-        _check_returns(tool, structured, returns)
-    fault = Fault.TOOL_RAISED if answer.is_error else None
-    content = text or ("the tool failed, and says no more" if answer.is_error else "done")
-    return ToolResult(limits.apply(content), fault=fault, media=media)
 
 
 def _rendered(blocks: Iterable[Any]) -> tuple[str, tuple[Media, ...]]:
@@ -376,15 +347,15 @@ _Run = Callable[[ClientSession, Json, OutputLimits], Awaitable[ToolResult]]
 
 
 @dataclass(frozen=True, slots=True)
-class ExtraTool:
-    """A tool that stands for another of MCP's methods."""
+class CallableTool:
+    """A tool of the server, or one that stands for another of MCP's methods."""
 
     spec: ToolSpec
     run: _Run
     repeatable: bool = True
 
 
-def extra_tools(config: MCPServerConfig) -> Mapping[str, ExtraTool]:
+def extra_tools(config: MCPServerConfig) -> Mapping[str, CallableTool]:
     """The tools for resources and prompts that a recipe asks for, by name."""
     wanted: list[tuple[str, str, Json, _Run]] = []
     if config.resources:
@@ -396,12 +367,12 @@ def extra_tools(config: MCPServerConfig) -> Mapping[str, ExtraTool]:
         named = {"name": {"type": "string"}, "arguments": filled}
         wanted.append(("list_prompts", "List the prompts that the server has.", {}, _list_prompts))
         wanted.append(("get_prompt", "Get a prompt, filled in.", named, _get_prompt))
-    made: dict[str, ExtraTool] = {}
+    made: dict[str, CallableTool] = {}
     for name, about, properties, run in wanted:
         if config.permits(name):
             required = [one for one in properties if one != "arguments"]
             schema = {"type": "object", "properties": properties, "required": required}
-            made[config.prefix + name] = ExtraTool(ToolSpec(config.prefix + name, about, schema), run)
+            made[config.prefix + name] = CallableTool(ToolSpec(config.prefix + name, about, schema), run)
     return made
 
 
