@@ -32,7 +32,7 @@ from ludus.core import (
 from ludus.core.trajectory import Trajectory
 from ludus.engine import FakeEngine
 from ludus.envs import Env, EnvPool, EnvTools, RemoteEnv, load_env, reset_env, step_env, tools_of
-from ludus.envs.pool_config import probe_env
+from ludus.envs.instances import probe_env
 from ludus.envs.served import load_served
 from ludus.rewards import Scorer
 from ludus.rollouts import Agent, Budgets, Rollout
@@ -446,10 +446,10 @@ async def test_a_probe_waits_for_a_server_that_is_starting_but_not_for_a_wrong_a
     first, address = await hostile(b"")
     first.close()
     await first.wait_closed()
-    monkeypatch.setattr("ludus.envs.pool_config.PROBE_SECONDS", 0.3)
+    monkeypatch.setattr("ludus.envs.instances.PROBE_SECONDS", 0.3)
     with pytest.raises(ConfigError, match=rf"no environment server at {address}.*was it started"):
         await probe_env(load_env(scheme + address), "mine", {})
-    monkeypatch.setattr("ludus.envs.pool_config.PROBE_SECONDS", 20.0)
+    monkeypatch.setattr("ludus.envs.instances.PROBE_SECONDS", 20.0)
     with pytest.raises(ConfigError, match=r"no environment server at http://nowhere\.invalid"):
         await probe_env(load_env(f"{scheme}http://nowhere.invalid:80"), "mine", {})
     with pytest.raises(ConfigError, match=r"agent\.pools\.mine\.options: .*timeout|token_file"):

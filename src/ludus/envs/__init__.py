@@ -12,8 +12,8 @@ from ludus.envs.env import (
     step_env,
     takes_text,
 )
+from ludus.envs.instances import PoolConfig
 from ludus.envs.pool import EnvPool, Lease, PoolStats
-from ludus.envs.pool_config import PoolConfig
 from ludus.envs.remote import RemoteEnv, RemoteEnvs
 from ludus.envs.tools import EnvAccess, EnvTools, rename_clashes, tools_of
 from ludus.envs.world import WORLDS, World, env_name, load_env

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from numbers import Real
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from pydantic import TypeAdapter
 from pydantic_core import to_jsonable_python
@@ -54,6 +54,28 @@ class Step:
         seen = as_observation(self.observation)
         ended = self.terminated or self.truncated
         return ToolResult(seen.text, reward=self.reward, terminated=ended, media=seen.media)
+
+
+@runtime_checkable
+class KnowsState(Protocol):
+    """A stand-in, which asks the environment elsewhere for its public attributes."""
+
+    def public_state(self) -> Json: ...
+
+
+@runtime_checkable
+class ProbedEnvs(Protocol):
+    """Makes environments on a server, which is asked before a run whether it is there."""
+
+    async def probe(self, seconds: float, **options: Any) -> None:
+        """Refuse an address where none answers within `seconds` (`ConfigError`)."""
+
+
+@runtime_checkable
+class ServedEnvs(ProbedEnvs, Protocol):
+    """Makes environments that are sessions on a server of Ludus; `aclose` closes what all of them share."""
+
+    async def aclose(self) -> None: ...
 
 
 class ServerFull(InfraError):
@@ -321,19 +343,26 @@ async def step_env(env: Any, action: str, *, timeout: float | None = None) -> St
     return as_step(await call_env(env.step, action, timeout=timeout))
 
 
+def setting_of(env: Any, name: str) -> Any:
+    """An attribute that `Env` declares, of an environment or a class that need not inherit from it."""
+    return getattr(env, name, getattr(Env, name))
+
+
 def takes_text(env: Any) -> bool:
     """Whether it takes plain-text actions: it has a `step` of its own."""
-    told: bool | None = getattr(env, "takes_text", None)
-    return getattr(type(env), "step", Env.step) is not Env.step if told is None else told
+    told: bool | None = setting_of(env, "takes_text")
+    return setting_of(type(env), "step") is not Env.step if told is None else told
 
 
 def has_snapshots(env: Any) -> bool:
     """Whether an environment, or a class of them, has `snapshot` and `restore`."""
-    kind = (
-        env if isinstance(env, type) else env.__class__
-    )  # a stand-in names the class that it stands for
-    own = getattr(kind, "snapshot", None)
-    return own is not None and own is not Env.snapshot and callable(getattr(kind, "restore", None))
+    kind = env if isinstance(env, type) else env.__class__  # a stand-in's is that of what it stands for
+    return all(is_own(kind, name) for name in ("snapshot", "restore"))
+
+
+def is_own(kind: type[Any], name: str) -> bool:
+    """Whether a class has a method that is not the one that `Env` only declares; None is none."""
+    return setting_of(kind, name) not in (None, getattr(Env, name))
 
 
 _MOST_STATE = 65_536
@@ -345,8 +374,8 @@ async def public_state(env: Any) -> Json:
 
     Left out are methods, what JSON has no word for, and what takes more than 64 kB.
     """
-    own = getattr(type(env), "public_state", None)
-    state: Json = await call_env(partial(read_state, env) if own is None else env.public_state)
+    is_elsewhere = isinstance(env, KnowsState)
+    state: Json = await call_env(env.public_state if is_elsewhere else partial(read_state, env))
     return state
 
 

@@ -1,4 +1,4 @@
-"""Makes and closes the instances of an environment, for its pool.
+"""How the instances of an environment are kept: settings, making and closing, for its pool.
 
 An instance is made in a thread, within a deadline, and again where that fails. What is alive when the
 interpreter ends is closed then. A process that is killed cannot close anything: what must not outlive it has to
@@ -15,18 +15,83 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
+from pydantic import Field
+
+from ludus.core.config import Config
 from ludus.core.failures import ConfigError, InfraError, LudusError
 from ludus.core.user_code import log_once
-from ludus.envs.env import Env, Isolation, as_env, call_env
+from ludus.envs.env import Env, Isolation, ProbedEnvs, ShowActions, as_env, call_env, is_own, setting_of
 from ludus.envs.isolated import IsolatedEnv
 from ludus.remote.threads import ThreadExecutor, set_own_thread, shared_threads
 
 _log = logging.getLogger(__name__)
+
+
+class PoolConfig(Config):
+    """How the instances of one environment are kept."""
+
+    size: int | None = Field(default=None, ge=1)
+    """Most instances alive at once; agent.env_pool when left out."""
+    max_wait: float = Field(default=300.0, gt=0)
+    """Seconds that an episode waits for a free instance before it fails."""
+    reset_timeout: float = Field(default=60.0, gt=0)
+    """Seconds that making or resetting an instance may take."""
+    reset_retries: int = Field(default=2, ge=0)
+    """How often another instance is tried when one cannot be made or reset."""
+    step_timeout: float | None = Field(default=None, gt=0)
+    """Seconds that a call may take before its instance is replaced; as the class says (60) when left out."""
+    close_timeout: float = Field(default=10.0, gt=0)
+    """Seconds that closing an instance, or asking whether it is healthy, may take."""
+    time_to_live: float | None = Field(default=None, gt=0)
+    """Seconds after which an instance is replaced, between episodes; for ever when left out."""
+    max_idle: float | None = Field(default=None, gt=0)
+    """Seconds after which an instance that no episode uses is closed; spares stay."""
+    max_uses: int | None = Field(default=None, ge=1)
+    """Episodes after which an instance is replaced; any number when left out."""
+    spares: int = Field(default=0, ge=0)
+    """Instances kept ready beside those in use, as far as the size allows."""
+    isolation: Isolation | None = None
+    """Where an instance lives: none, thread or process; as its class says when left out (docs/envs.md)."""
+    memory_mb: int | None = Field(default=None, ge=1)
+    """MiB above which an instance's process is replaced, between episodes (isolation = "process")."""
+    show_actions: ShowActions | None = None
+    """How the agent learns of the possible actions: no, tool, observation; as the class says when left out."""
+    deterministic: bool | None = None
+    """Whether the same calls have the same results, so that branches of trees (`rl.tree`) may make them again;
+    as the class says when left out."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Arguments that instances are made with, by name: those of the environment's class."""
+
+
+def checked_options(
+    factory: Callable[..., Any], name: str, options: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """`factory`, if it takes these arguments."""
+    try:
+        inspect.signature(factory).bind(**options)
+    except TypeError as error:
+        takes = ", ".join(inspect.signature(factory).parameters) or "none"
+        raise ConfigError(
+            f"agent.pools.{name}.options: {error}; the arguments that {name!r} takes: {takes}"
+        ) from None
+    return factory
+
+
+PROBE_SECONDS = 6.0
+"""How long a server may take to answer before a run begins; one that is just being started needs a few."""
+
+
+async def probe_env(factory: Any, name: str, options: Mapping[str, Any]) -> None:
+    """Refuse an environment on a server that is not there (`ConfigError`); others need no probe."""
+    if isinstance(factory, type) or not isinstance(factory, ProbedEnvs):
+        return
+    checked_options(cast(Any, factory), name, options)
+    await factory.probe(PROBE_SECONDS, **options)
 
 
 @dataclass(slots=True, eq=False)
@@ -48,17 +113,15 @@ class InstanceFactory:
 
     def __init__(
         self,
-        factory: Callable[[], Any],
+        factory: Callable[..., Any],
         name: str,
         isolation: Isolation,
-        *,
-        make_timeout: float | None,
-        call_timeout: float,
-        close_timeout: float,
-        retries: int,
-        memory_mb: int | None,
+        step_timeout: float,
+        config: PoolConfig,
     ) -> None:
-        if memory_mb is not None and isolation != "process":
+        if config.options:
+            factory = partial(checked_options(factory, name, config.options), **config.options)
+        if config.memory_mb is not None and isolation != "process":
             raise ConfigError(
                 f"the environment {name!r}: memory_mb bounds the process of an instance, and with isolation = "
                 f'"{isolation}" it has none of its own: set isolation = "process"'
@@ -68,16 +131,12 @@ class InstanceFactory:
                 IsolatedEnv,
                 factory,
                 name,
-                start_timeout=make_timeout,
-                call_timeout=call_timeout,
-                close_timeout=close_timeout,
-                memory_mb=memory_mb,
+                start_timeout=config.reset_timeout,
+                call_timeout=step_timeout,
+                close_timeout=config.close_timeout,
+                memory_mb=config.memory_mb,
             )
-        self._factory = factory
-        self._isolation = isolation
-        self._name = name
-        self._make_timeout, self._close_timeout = make_timeout, close_timeout
-        self._retries = retries
+        self._factory, self._name, self._isolation, self._config = factory, name, isolation, config
         self._living: set[Instance] = set()
         self.created = 0
         self.closed = 0
@@ -98,7 +157,7 @@ class InstanceFactory:
                 self.failures += 1
                 if not isinstance(error, LudusError):
                     log_once(_log, f"making the environment {self._name!r}", error)
-                if attempt > self._retries or is_final(error):
+                if attempt > self._config.reset_retries or is_final(error):
                     raise
         set_own_thread(env, thread)
         instance = Instance(env, time.monotonic(), thread=thread)
@@ -108,7 +167,7 @@ class InstanceFactory:
 
     async def _build(self, threads: ThreadExecutor) -> Any:
         if inspect.iscoroutinefunction(self._factory):
-            return await call_env(self._factory, timeout=self._make_timeout)
+            return await call_env(self._factory, timeout=self._config.reset_timeout)
         is_wanted, guard = True, threading.Lock()
 
         def build() -> Any:
@@ -120,9 +179,9 @@ class InstanceFactory:
             return None
 
         try:
-            made = await threads.run(build, timeout=self._make_timeout)
+            made = await threads.run(build, timeout=self._config.reset_timeout)
             if inspect.isawaitable(made):
-                async with asyncio.timeout(self._make_timeout):
+                async with asyncio.timeout(self._config.reset_timeout):
                     made = await made
             return made
         except BaseException:
@@ -132,12 +191,10 @@ class InstanceFactory:
 
     async def is_healthy(self, instance: Instance) -> bool:
         """Whether a used instance may be handed out again."""
-        check = getattr(instance.env, "is_healthy", None)
-        is_own = getattr(type(instance.env), "is_healthy", None) is not Env.is_healthy
-        if not (instance.uses or instance.has_rested) or check is None or not is_own:
+        if not is_own(type(instance.env), "is_healthy") or not (instance.uses or instance.has_rested):
             return True
         try:
-            good = bool(await call_env(check, timeout=self._close_timeout))
+            good = bool(await call_env(instance.env.is_healthy, timeout=self._config.close_timeout))
         except Exception as error:  # noqa: BLE001 - whatever it raised, it is not healthy
             log_once(_log, f"the health check of the environment {self._name!r}", error)
             good = False
@@ -146,10 +203,9 @@ class InstanceFactory:
 
     async def close(self, instance: Instance) -> None:
         """Close an instance, whatever its `close` does; the deadline bounds it."""
-        close = getattr(instance.env, "close", None)
         try:
-            if close is not None:
-                await call_env(close, timeout=self._close_timeout)
+            if (close := setting_of(instance.env, "close")) is not Env.close:
+                await call_env(close, timeout=self._config.close_timeout)
         except Exception as error:  # noqa: BLE001 - an environment that cannot close must not stop us
             self.failures += 1
             log_once(_log, f"closing the environment {self._name!r}", error)
@@ -169,7 +225,7 @@ class InstanceFactory:
             except RuntimeError:
                 _close_now(instance.env)  # some versions of Python start no threads at exit
             else:
-                thread.join(self._close_timeout)
+                thread.join(self._config.close_timeout)
 
 
 def is_final(error: BaseException) -> bool:
@@ -179,7 +235,7 @@ def is_final(error: BaseException) -> bool:
 
 def _close_now(env: Any) -> None:
     with contextlib.suppress(Exception):
-        value = env.close() if hasattr(env, "close") else None
+        value = env.close()
         if inspect.iscoroutine(value):
             asyncio.run(value)
 

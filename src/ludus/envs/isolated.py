@@ -40,6 +40,7 @@ from ludus.envs.env import (
     call_env,
     read_state,
     reset_env,
+    setting_of,
     step_env,
     takes_text,
 )
@@ -287,7 +288,7 @@ class _Host:
             for name, one in found.items()
             if callable(one)
         }
-        settings = {name: getattr(self.env, name, None) for name in ("step_rewards", "show_actions")}
+        settings = {name: setting_of(self.env, name) for name in ("step_rewards", "show_actions")}
         return {"methods": methods, "takes_text": takes_text(self.env), **settings}
 
     async def perform(self, what: str, *args: Any) -> Any:

@@ -35,8 +35,6 @@ from ludus.tools.wire import spec_from_json
 class RemoteEnvs:
     """Makes environments of one address; all of them share its connections."""
 
-    is_session = True  # see `EnvPool`
-
     def __init__(self, address: str) -> None:
         """`address` is `http://host:port`, or `http://host:port/NAME` where the server has several."""
         self._base, self._name = _split(address)

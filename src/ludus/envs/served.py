@@ -23,11 +23,12 @@ from ludus.envs.env import (
     observation_to_json,
     public_state,
     reset_env,
+    setting_of,
     takes_text,
 )
+from ludus.envs.instances import PoolConfig
 from ludus.envs.isolated import EnvRaised
 from ludus.envs.pool import EnvPool, Lease
-from ludus.envs.pool_config import PoolConfig
 from ludus.envs.tools import EnvAccess, EnvTools, rename_clashes, tools_of
 from ludus.envs.world import env_name, load_env
 from ludus.remote.session import EpisodeLost, EpisodeState
@@ -231,7 +232,7 @@ class ServedTools:
                 tools = EnvTools(env, await tools_of(env, name)).tools
                 specs = [spec_to_json(one.spec) for one in tools]
                 settings = {
-                    "step_rewards": getattr(env, "step_rewards", "sum"),
+                    "step_rewards": setting_of(env, "step_rewards"),
                     "show_actions": pool.show_actions_of(env),
                     "takes_text": takes_text(env),
                 }

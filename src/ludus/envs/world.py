@@ -163,10 +163,7 @@ class EnvAdapter(EnvListing):
             raise ConfigError(f"{self.name} names tasks, and no environment")
         make: Callable[[str], Env] = self.env  # each adapter's class takes what its references name
         made = partial(make, what)
-        # what a pool reads of a class
-        vars(made).update(
-            isolation=self.env.isolation, step_timeout=self.env.step_timeout, __name__=env_name(self.env)
-        )
+        vars(made)["__name__"] = env_name(self.env)
         if self.probe is not None:
             vars(made)["probe"] = partial(self.probe, what)
         return made

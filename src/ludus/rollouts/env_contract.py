@@ -25,7 +25,8 @@ from ludus.core.tokenizer import ByteTokenizer
 from ludus.core.trajectory import Trajectory, is_success
 from ludus.core.user_code import error_with_location
 from ludus.engine import FakeEngine
-from ludus.envs import Env, EnvPool, call_env
+from ludus.envs import EnvPool, call_env
+from ludus.envs.env import is_own
 from ludus.envs.world import ExpertMoves, next_move
 from ludus.remote.threads import DeadlineExceeded, run_sync
 from ludus.rewards import Scorer
@@ -265,8 +266,7 @@ class EnvContract:
                 one.env.__class__,
                 self.tasks[0],
             )  # a stand-in names the class that it stands for
-            own = [getattr(kind, name, None) for name in ("snapshot", "restore")]
-            given = [found not in (None, Env.snapshot, Env.restore) for found in own]
+            given = [is_own(kind, name) for name in ("snapshot", "restore")]
             if not any(given):
                 return "it has none"
             if not all(given):

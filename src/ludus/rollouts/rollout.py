@@ -49,7 +49,7 @@ from ludus.envs import (
     rename_clashes,
     tools_of,
 )
-from ludus.envs.env import call_env
+from ludus.envs.env import call_env, setting_of
 from ludus.remote.threads import run_all, stop_all
 from ludus.remote.time_limit import SamplingGate, time_limit
 from ludus.rewards import Scorer
@@ -373,7 +373,7 @@ class Rollout:
 
     def _step_rewards_of(self, task: Task, envs: Mapping[str, Any]) -> StepRewards:
         """How the rewards of calls make up the episode's: as the task, the recipe or its environments say."""
-        own: set[Any] = {getattr(env, "step_rewards", "sum") for env in envs.values()}
+        own: set[Any] = {setting_of(env, "step_rewards") for env in envs.values()}
         chosen = task.metadata.get("step_rewards", self.step_rewards)
         if chosen is None and len(own) > 1:
             raise ConfigError(

@@ -10,7 +10,7 @@ import torch
 from ludus.core.failures import ConfigError
 from ludus.engine.servers import VllmServer
 from ludus.envs import PoolConfig
-from ludus.envs.pool_config import probe_env
+from ludus.envs.instances import probe_env
 from ludus.llm import Address, is_address
 from ludus.observe import SINKS
 from ludus.tools.mcp import MCPServerConfig, is_mcp

@@ -20,8 +20,8 @@ from ludus.core.trajectory import is_success
 from ludus.core.user_code import first_call_errors, reset_error_counts
 from ludus.envs import WORLDS, PoolConfig, RemoteEnvs, World, load_env
 from ludus.envs.env import Isolation
+from ludus.envs.instances import probe_env
 from ludus.envs.isolated import IsolatedEnv
-from ludus.envs.pool_config import probe_env
 from ludus.remote.threads import busy_locations
 from ludus.rewards import build_reward, check_rewards
 from ludus.rollouts.agent import Agent
