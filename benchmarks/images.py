@@ -34,6 +34,7 @@ from ludus.training import (
     RolloutBatch,
     fit_tokenizer,
     load_model,
+    policy_rows,
     policy_update,
 )
 from ludus.training.config.model import ModelConfig

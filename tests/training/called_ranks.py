@@ -23,8 +23,8 @@ from ludus.model.images import ImageProcessor
 from ludus.training.config.cluster import ClusterConfig
 from ludus.training.models.sharded import layers_of
 from ludus.training.optim.sharding import RankGroup, ShardedModel, current_group, shard
-from ludus.training.ranks.processes import Ranks, start_ranks
-from ludus.training.ranks.program import Program
+from ludus.training.ranks.processes import start_ranks
+from ludus.training.ranks.program import Program, Ranks
 
 
 class CallProgram(Program):

@@ -25,6 +25,7 @@ from small_steps import (
 from torch import Tensor, nn
 
 from ludus.core import LudusError
+from ludus.kernels import is_out_of_memory
 from ludus.model import (
     PackedContext,
     checkpointable_layers,
@@ -43,12 +44,11 @@ from ludus.training import (
 )
 from ludus.training.data.micro_batches import (
     MicroBatchSplitter,
-    is_out_of_memory,
     micro_batches,
     rounds_of,
 )
-from ludus.training.optim import forward as forward_module
 from ludus.training.optim import learner as learner_module
+from ludus.training.optim import logprobs as forward_module
 from ludus.training.optim.memory import BUSY_TOKENS, ActivationCosts, measure, plan_micro_batches
 
 LENGTHS = [9, 14, 6, 12, 5, 7]
@@ -176,7 +176,7 @@ def test_the_limit_is_remembered(
 
 def in_pieces(work: Callable[[MicroBatch], None], rows: Sequence[int], tokens: int) -> None:
     splitter = MicroBatchSplitter(tokens)
-    for piece in splitter.over(rounds_of(micro_batches(ROWS, tokens, rows), 1)):
+    for piece in splitter.over(rounds_of(micro_batches(ROWS, tokens, rows))):
         try:
             work(piece.of_rank(0)[0])
         except RuntimeError as error:

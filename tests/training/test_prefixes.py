@@ -10,8 +10,16 @@ from hypothesis import strategies as st
 from ludus.core import MediaSpan, Segment, SegmentKind, Task, TokenSequence, Trajectory
 from ludus.training.data.batch import Batch
 from ludus.training.data.micro_batches import micro_batches
-from ludus.training.data.packing import micro_batches_of, shared_micro_batches_of, split_point
-from ludus.training.data.prefixes import BLOCK, Fold, Ints, bundles_of, row_keys
+from ludus.training.data.packing import (
+    BLOCK,
+    Fold,
+    Ints,
+    bundles_of,
+    micro_batches_of,
+    row_keys,
+    shared_micro_batches_of,
+    split_point,
+)
 
 SHORTEST = 3 * BLOCK
 

@@ -35,7 +35,7 @@ from ludus.llm import Address
 from ludus.observe import RunFolder
 from ludus.training.config.parts import load_parts
 from ludus.training.config.recipe_files import load_recipe
-from ludus.training.ranks.processes import Ranks
+from ludus.training.ranks.program import Ranks
 from ludus.training.rollout_engines import PolicyWeights
 from ludus.training.run_context import load_policy
 

@@ -28,7 +28,7 @@ from ludus.engine.replicas import ReplicaLimits, ReplicatedEngine
 from ludus.engine.servers import VllmEngine, VllmOptions
 from ludus.observe import RunFolder
 from ludus.training import Parts, Recipe
-from ludus.training.ranks.processes import Ranks
+from ludus.training.ranks.program import Ranks
 from ludus.training.rollout_engines import PolicyWeights, write_policy
 from ludus.training.run_context import load_policy
 

@@ -34,28 +34,31 @@ if TYPE_CHECKING:
         turn_grpo,
     )
     from ludus.algos.critic_advantages import gae, value_loss
-    from ludus.algos.importance import (
-        Correction,
-        corrected,
-        effective_sample_size,
-        masked_importance,
-        truncated_importance,
-    )
-    from ludus.algos.kl import Divergence, adapted_kl_coefficient, k1, k2, k3, kl_reward
     from ludus.algos.losses import (
         Aggregation,
+        Correction,
+        Divergence,
         LossInputs,
         Metrics,
         PolicyLoss,
+        adapted_kl_coefficient,
         by_length,
         by_sequence,
         by_sequence_sum,
         by_token,
         cispo,
         clipped_surrogate,
+        corrected,
         dual_clip,
+        effective_sample_size,
         gspo,
+        k1,
+        k2,
+        k3,
+        kl_reward,
+        masked_importance,
         policy_gradient,
+        truncated_importance,
         with_regularization,
     )
     from ludus.algos.plain_lists import Attempt, TurnTokens, inputs_from

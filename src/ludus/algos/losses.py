@@ -1,14 +1,15 @@
-"""Policy losses: pure functions from log-probabilities and advantages to one loss per token.
+"""Policy losses, importance corrections and KL penalties: pure functions with one number per token.
 
-They return per-token losses. How these are averaged is decided once per batch by an aggregation, so that
-splitting a batch into micro-batches cannot change the gradient. Where a loss looks at a whole sequence
-(GSPO), that sequence is one row, and a row is never split.
+How losses are averaged is decided once per batch by an aggregation, so that splitting a batch into
+micro-batches cannot change the gradient. Where a loss looks at a whole sequence (GSPO), that sequence is one
+row, and a row is never split.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -198,3 +199,129 @@ def with_regularization(
     if kl_A is not None and kl_weight:
         loss_A = loss_A + kl_weight * kl_A
     return loss_A
+
+
+# Importance sampling correction (TIS, IcePop). The engine that sampled may hold other weights (stale samples)
+# or compute in another way. Then p_old, which the trainer computes, is not the probability that the sample
+# had, and the loss of each token is weighted by
+#
+#     w = p_old / p_behaviour
+#
+# whose product over long sequences explodes. Truncation caps it, which bounds the variance at the price of
+# some bias; masking drops tokens whose ratio lies outside of a band. Level "sequence" uses one ratio for all
+# tokens of a row: the product of theirs. Weights carry no gradient.
+#
+# Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025 (truncated); Ling
+# Team, "Every Step Evolves: Scaling Reinforcement Learning for Trillion-Scale Thinking Model", 2025,
+# arXiv:2510.18855 (masked).
+
+Level = Literal["token", "sequence"]
+Correction = Callable[[LossInputs], Tensor]
+"""(inputs) -> weight_A, without gradient; 1 where nothing needs correction."""
+
+
+def truncated_importance(inputs: LossInputs, *, high: Positive = 2.0, level: Level = "token") -> Tensor:
+    """min(w, high)."""
+    return _ratio(inputs, level).clamp(max=high)
+
+
+def masked_importance(
+    inputs: LossInputs, *, low: NotNegative = 0.5, high: Positive = 2.0, level: Level = "token"
+) -> Tensor:
+    """w where low <= w <= high, 0 elsewhere."""
+    ratio_A = _ratio(inputs, level)
+    return torch.where((ratio_A >= low) & (ratio_A <= high), ratio_A, 0)
+
+
+def effective_sample_size(mean: float, mean_square: float, count: float = 1.0) -> float:
+    """The effective sample size of importance weights as a share of the samples: (sum w)^2 / (n * sum w^2).
+
+    1 where all weights are equal, 1 / n where a single one has it all. Given are the means of w and of w^2, or
+    sums of both and the count n. Kong, "A Note on Importance Sampling using Standardized Weights", 1992.
+    """
+    return mean**2 / (count * mean_square)
+
+
+def corrected(loss: PolicyLoss, correction: Correction) -> PolicyLoss:
+    """The loss, each token weighted by its correction."""
+    level: Level = getattr(correction, "keywords", {}).get("level", "token")
+
+    def weighted(inputs: LossInputs) -> tuple[Tensor, Metrics]:
+        loss_A, metrics = loss(inputs)
+        weight_A = correction(inputs)
+        cut_A = (weight_A != _ratio(inputs, level)).to(weight_A.dtype)
+        return loss_A * weight_A, metrics | {"importance_weight": weight_A, "importance_cut": cut_A}
+
+    return weighted
+
+
+def _ratio(inputs: LossInputs, level: Level) -> Tensor:
+    if inputs.rollout_logprobs_A is None:
+        return torch.ones_like(inputs.old_logprobs_A)
+    difference_A = (inputs.old_logprobs_A - inputs.rollout_logprobs_A).detach()
+    if level == "sequence":
+        difference_A = sum_within(difference_A, inputs.row_A)[inputs.row_A]
+    return clamped_log_ratio(difference_A).exp()
+
+
+# KL divergence between a policy p and its reference q, from tokens drawn from p, with d = log q - log p:
+#
+#     k1 = -d                 unbiased, scattered, may be negative
+#     k2 = d^2 / 2            biased, never negative
+#     k3 = exp(d) - d - 1     unbiased, never negative
+#
+# As a number, k3 is the best of them, and as a reward (`kl_reward`), where no gradient passes through it, k1
+# is what the divergence asks for. As a term of the loss it is the gradient that counts, and in expectation
+# over the samples: k1's is 0, so it penalises nothing; k2's is that of KL(p || q), exactly; k3's is that of
+# KL(q || p). Schulman, "Approximating KL divergence", 2020; Tang and Munos, "On a few pitfalls in KL
+# divergence gradient estimation for RL", 2025, arXiv:2506.09477.
+
+Divergence = Callable[[Tensor, Tensor], Tensor]
+"""(logprobs_A, reference_A) -> estimate_A."""
+
+
+def k1(logprobs_A: Tensor, reference_A: Tensor) -> Tensor:
+    """log p - log q."""
+    return logprobs_A - reference_A
+
+
+def k2(logprobs_A: Tensor, reference_A: Tensor) -> Tensor:
+    """Half the squared difference."""
+    return (logprobs_A - reference_A) ** 2 / 2
+
+
+def k3(logprobs_A: Tensor, reference_A: Tensor) -> Tensor:
+    """exp(d) - d - 1."""
+    # clamped from above only: far below, where the policy has moved away, the gradient must not vanish
+    difference_A = (reference_A - logprobs_A).clamp(max=MAX_LOG_RATIO)
+    return difference_A.exp() - difference_A - 1
+
+
+def kl_reward(
+    logprobs_A: Tensor,
+    reference_A: Tensor,
+    action_T: Tensor,
+    *,
+    beta: float,
+    divergence: Divergence = k1,
+) -> Tensor:
+    """-beta times the divergence as a reward for each action token: `AdvantageInputs.penalty_T`."""
+    penalty_A = -beta * divergence(logprobs_A.detach(), reference_A.detach())
+    return penalty_A.new_zeros(len(action_T)).masked_scatter(action_T, penalty_A)
+
+
+def adapted_kl_coefficient(
+    coefficient: float, kl: float, episodes: int, *, target: float, horizon: int
+) -> float:
+    """The KL coefficient of the next step, so that the divergence comes to a target.
+
+        e = clip(KL / target - 1, -0.2, 0.2),   beta <- beta * (1 + e * min(1, episodes / horizon))
+
+    So a step changes it by a fifth at most, and it stays positive: without the bound, a step of more than five
+    horizons would make it negative, which rewards divergence.
+
+    Ziegler et al., "Fine-Tuning Language Models from Human Preferences", 2019, arXiv:1909.08593; as verl's
+    AdaptiveKLController has it, KL is the mean over tokens.
+    """
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return coefficient * (1 + error * min(1.0, episodes / horizon))

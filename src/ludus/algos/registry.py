@@ -22,9 +22,7 @@ from pydantic import create_model
 from torch import Tensor
 
 from ludus.algos.advantage_inputs import AdvantageInputs, Advantages, Estimator, Need, needs_of
-from ludus.algos.importance import Correction, corrected
-from ludus.algos.kl import Divergence, k3
-from ludus.algos.losses import Aggregation, LossInputs, PolicyLoss
+from ludus.algos.losses import Aggregation, Correction, Divergence, LossInputs, PolicyLoss, corrected, k3
 from ludus.algos.specs import ALGORITHMS, AlgorithmSpec, Options
 from ludus.core.config import Config
 from ludus.core.failures import ConfigError, LudusError
@@ -69,11 +67,11 @@ AGGREGATIONS = Registry(
 CORRECTIONS = Registry(
     "correction",
     {
-        "truncated": "ludus.algos.importance:truncated_importance",
-        "masked": "ludus.algos.importance:masked_importance",
+        "truncated": "ludus.algos.losses:truncated_importance",
+        "masked": "ludus.algos.losses:masked_importance",
     },
 )
-DIVERGENCES = Registry("divergence", {k: f"ludus.algos.kl:{k}" for k in ("k1", "k2", "k3")})
+DIVERGENCES = Registry("divergence", {k: f"ludus.algos.losses:{k}" for k in ("k1", "k2", "k3")})
 
 
 def load_estimator(name: str, options: Options | None = None) -> Estimator:

@@ -7,7 +7,14 @@ which it will be.
 
 from ludus.kernels.adamw import AdamwRule, AdamwTensors, adamw_step, adamw_unavailable
 from ludus.kernels.attention import paged_decode, paged_prefill
-from ludus.kernels.device import arrays_to_device, free_memory, on_device, unavailable
+from ludus.kernels.device import (
+    arrays_to_device,
+    free_cached_memory,
+    free_memory,
+    is_out_of_memory,
+    on_device,
+    unavailable,
+)
 from ludus.kernels.layers import (
     add_rms_norm,
     linear_float32,
@@ -33,7 +40,9 @@ __all__ = [
     "adamw_unavailable",
     "add_rms_norm",
     "arrays_to_device",
+    "free_cached_memory",
     "free_memory",
+    "is_out_of_memory",
     "kept_gradient",
     "linear_float32",
     "logit_gradient",

@@ -1,7 +1,8 @@
-"""Where the compiled kernels can run, free memory, and copies between host and device."""
+"""Where the compiled kernels can run, memory of devices, and copies between host and device."""
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -72,6 +73,21 @@ def all_memory(device: torch.device) -> int:
     texts = [Path(name).read_text().strip() for name in files if Path(name).is_file()]
     installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([installed, *(int(text) for text in texts if text.isdigit())])
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device's memory is full; libraries below torch say so in words alone."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    words = str(error).lower()
+    return "out of memory" in words or "cublas_status_alloc_failed" in words
+
+
+def free_cached_memory() -> None:
+    """Give cached blocks back to the device, so that the next attempt finds whole ones."""
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:

@@ -1,7 +1,10 @@
-"""A forward pass of the model on flat tokens, for the engine and for the trainer.
+"""A forward pass of the model on flat tokens, and the one attention function that serves it.
 
 Decoder and LM head are apart, because log-probabilities are computed in chunks of rows, never for a whole batch
-at once.
+at once. `ludus_attention` is registered with transformers under the name "ludus"; the context that travels down
+the module's forward as the keyword argument of that name decides what it does, and without one it is ordinary
+causal attention, so that `model(...)` and `model.generate(...)` still work. A keyword argument, unlike a
+thread-local, also reaches the recomputation of activation checkpointing, on whatever thread that runs.
 """
 
 from __future__ import annotations
@@ -10,11 +13,32 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
 
+from ludus.core.failures import ConfigError
 from ludus.kernels import linear_float32, unavailable
-from ludus.model.attention import CONTEXT, AttentionContext
+from ludus.model.attention import AttentionContext, AttentionParams, attend, causal_mask
 from ludus.model.fused_model import decoder_parts, fused_hidden_states, unsupported
 from ludus.model.hf_model import checkpointed_layers, decoder_of, device_of, text_config, unwrapped
+
+NAME = "ludus"
+CONTEXT = "ludus_attention"
+
+# What models hand down that has no bearing on how tokens attend.
+_HARMLESS = frozenset(
+    {
+        "position_ids",
+        "cache_position",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "num_items_in_batch",
+        "logits_to_keep",
+    }
+)
 
 # What an architecture may do to its logits after the product.
 _SCALES = ("logit_scale", "lm_head_multiplier", "logits_scaling")
@@ -104,3 +128,100 @@ def stock_hidden_states(
 def why_not_fused(model: nn.Module) -> str | None:
     """Why the module's own forward is used; None when the fused one is."""
     return unavailable(device_of(model)) or unsupported(decoder_of(model))
+
+
+# Attention as transformers calls it.
+
+
+def ludus_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    ludus_attention: AttentionContext | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The attention function as transformers calls it."""
+    for name, argument in others.items():
+        if name not in _HARMLESS and argument is not None and argument is not False:
+            raise ConfigError(
+                f"{type(module).__name__} asks its attention for {name!r}, which Ludus does not "
+                "implement; such a model cannot be trained or sampled here yet"
+            )
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        raise ConfigError(f"{type(module).__name__} is not causal; Ludus runs causal models only")
+    params = AttentionParams(
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window,
+        softcap=softcap,
+        dropout=dropout,
+    )
+    if ludus_attention is not None:
+        layer = getattr(module, "layer_idx", None)
+        if layer is None:
+            raise ConfigError(f"{type(module).__name__} does not say which layer it is (layer_idx)")
+        return ludus_attention.attend(layer, query, key, value, params), None
+    return _attend_without_context(
+        query, key, value, attention_mask, params, others.get("position_ids")
+    ), None
+
+
+def _attend_without_context(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    params: AttentionParams,
+    positions: Tensor | None,
+) -> Tensor:
+    """Attention without a context, as any implementation of transformers does it."""
+    if mask is None:
+        _refuse_packed(positions)
+        if params.window is not None and params.window < key.shape[2]:
+            mask = causal_mask(query.shape[2], key.shape[2], params.window, query.device)
+    elif mask.dtype != torch.bool:
+        raise ConfigError("a custom attention mask must be boolean (true: may be looked at)")
+    return attend(query, key, value, params, mask).transpose(1, 2).contiguous()
+
+
+class LostContextError(ConfigError):
+    """Packed sequences came to the attention without what says where each begins."""
+
+
+def _refuse_packed(positions: Tensor | None) -> None:
+    if positions is not None and positions.shape[-1] > 1 and not bool((positions.diff() == 1).all()):
+        raise LostContextError(
+            "position_ids that start anew mean packed sequences: pass ludus_attention=PackedContext(...)"
+        )
+
+
+def ludus_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    attention_mask: Tensor | None = None,
+    **arguments: Any,
+) -> Tensor | None:
+    """None where a context or causal attention needs no mask; transformers' own for padding and caches."""
+    if attention_mask is None and q_length == kv_length:
+        return None
+    arguments["allow_is_causal_skip"] = False
+    mask: Tensor | None = sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        attention_mask=attention_mask,
+        **arguments,
+    )
+    return mask
+
+
+AttentionInterface.register(NAME, ludus_attention)
+AttentionMaskInterface.register(NAME, ludus_mask)

@@ -23,8 +23,15 @@ from torch import Tensor, nn
 
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Media, MediaSpan
-from ludus.model.attention import NAME, AttentionParams, LostContextError
-from ludus.model.forward import head_logits, hidden_states, stock_hidden_states, why_not_fused
+from ludus.model.attention import AttentionParams
+from ludus.model.forward import (
+    NAME,
+    LostContextError,
+    head_logits,
+    hidden_states,
+    stock_hidden_states,
+    why_not_fused,
+)
 from ludus.model.fused_model import disable_fused
 from ludus.model.hf_model import (
     decoder_of,

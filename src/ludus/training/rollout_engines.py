@@ -31,7 +31,7 @@ from ludus.model import (
 from ludus.training.config.recipe import Recipe
 from ludus.training.models.sharded import save_settings
 from ludus.training.placement import Placement
-from ludus.training.ranks.processes import Ranks
+from ludus.training.ranks.program import Ranks
 
 
 async def start_engine(

@@ -51,7 +51,8 @@ from ludus.training.evaluation.summary import Summary, SummaryOptions
 from ludus.training.models.loading import device_of, fit_tokenizer, load_model
 from ludus.training.models.sharded import ModelSource, hollow_tokenizer, source_for_ranks
 from ludus.training.placement import Placement, host_parts, hosted_parts, place
-from ludus.training.ranks.processes import Ranks, start_ranks
+from ludus.training.ranks.processes import start_ranks
+from ludus.training.ranks.program import Ranks
 from ludus.training.rollout_batch import Recording, open_recording
 from ludus.training.rollout_engines import start_engine
 

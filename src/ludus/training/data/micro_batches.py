@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import gc
+import hashlib
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,10 +15,18 @@ from torch import Tensor, nn
 
 from ludus.core.failures import LudusError
 from ludus.core.messages import MediaSpan
-from ludus.kernels import arrays_to_device
+from ludus.kernels import arrays_to_device, free_cached_memory, is_out_of_memory
 from ludus.training.data.batch import Batch
-from ludus.training.data.packing import micro_batches_of, shared_micro_batches_of, split_point
-from ludus.training.data.prefixes import Fold, Ints, row_keys, sorted_by_prefix
+from ludus.training.data.packing import (
+    Fold,
+    Ints,
+    micro_batches_of,
+    row_keys,
+    shared_micro_batches_of,
+    sorted_by_prefix,
+    split_point,
+)
+from ludus.training.optim.sharding import ALONE, RankGroup
 
 log = logging.getLogger(__name__)
 
@@ -214,11 +223,68 @@ class Round:
         return filler, False
 
 
-def rounds_of(batches: Iterable[MicroBatch], ranks: int) -> Iterator[Round]:
-    """Micro-batches in rounds, one for each rank."""
+def rounds_of(batches: Iterable[MicroBatch], group: RankGroup = ALONE) -> Iterator[Round]:
+    """Micro-batches in rounds, one for each rank; all ranks must have made the same ones."""
+    if group.size > 1:
+        batches = list(batches)
+        _compare(batches, group)
     left = iter(batches)
-    while given := tuple(islice(left, ranks)):
-        yield Round((*given, *[None] * (ranks - len(given))))
+    while given := tuple(islice(left, group.size)):
+        yield Round((*given, *[None] * (group.size - len(given))))
+
+
+def _compare(batches: Sequence[MicroBatch], group: RankGroup) -> None:
+    """Raise, on all ranks, where one of them is about to train something else than the others.
+
+    Nothing else would show it: gradients are summed over whatever the ranks have.
+    """
+    number, sums, scales = digest_of(batches)
+    most, least = group.largest(torch.tensor([number, -number])).tolist()
+    if most == -least:
+        rough = torch.tensor(sums, dtype=torch.float64)
+        most_F, least_F = group.largest(torch.cat([rough, -rough])).chunk(2)
+        scale_F = group.largest(torch.tensor(scales, dtype=torch.float64))
+        if bool((most_F + least_F <= 1e-4 * scale_F + 1e-9).all()):
+            return
+    raise LudusError(
+        "the trainer ranks do not have the same rows to train on, so that their gradients would not add up "
+        "to those of one process: nothing was trained. This is a mistake in Ludus: please report it, and "
+        "train with cluster.trainer_ranks=1 until then"
+    )
+
+
+def digest_of(batches: Iterable[MicroBatch]) -> tuple[int, list[float], list[float]]:
+    """(number, sums, scales): a digest of micro-batches, by which ranks know whether they have the same ones.
+
+    The number (62 bits) is of tokens, lengths and places, which are the same to the last bit. What was computed
+    may differ by rounding where processors differ: of each column there is a sum with factors that depend on
+    the place, and the sum of absolute values, the scale of its rounding.
+    """
+    counted = hashlib.sha256()
+    sums: list[float] = []
+    scales: list[float] = []
+
+    def add(value: Any) -> None:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            column = value.detach().cpu().double().nan_to_num()
+            counted.update(b"%d" % len(column))
+            sums.append(float((column * torch.arange(len(column)).cos()).sum()))
+            scales.append(float(column.abs().sum()))
+        elif isinstance(value, Tensor):
+            counted.update(value.detach().cpu().contiguous().numpy().tobytes())
+        elif hasattr(value, "__dataclass_fields__"):
+            for one in fields(value):
+                add(getattr(value, one.name))
+        elif isinstance(value, list | tuple):
+            counted.update(b"%d[" % len(value))
+            for one in value:
+                add(one)
+        else:
+            counted.update(value if isinstance(value, bytes) else repr(value).encode())
+
+    for batch in batches:
+        add(batch)
+    return int.from_bytes(counted.digest()[:8], "big") >> 2, sums, scales
 
 
 class MicroBatchSplitter:
@@ -284,18 +350,3 @@ class MicroBatchSplitter:
                 "limit the length of episodes (their turns, or the tokens of a turn), or train a "
                 "smaller model or an adapter"
             ) from None
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device's memory is full; libraries below torch say so in words alone."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    words = str(error).lower()
-    return "out of memory" in words or "cublas_status_alloc_failed" in words
-
-
-def free_cached_memory() -> None:
-    """Give cached blocks back to the device, so that the next attempt finds whole ones."""
-    if torch.cuda.is_available():
-        gc.collect()
-        torch.cuda.empty_cache()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ludus.core.failures import ConfigError
 from ludus.model import hidden_states, sampling_mode, unwrapped
-from ludus.model.attention import CONTEXT
+from ludus.model.forward import CONTEXT
 from ludus.training.models.adapter_folder import read_weights, saved_name, splits_its_base
 from ludus.training.models.lora import adapter_parameters
 from ludus.training.optim.sharding import ShardedModel, local, module_of, shard_of, sharded_like

@@ -28,8 +28,9 @@ from ludus.training.models.gguf import without_progress_bars
 from ludus.training.models.lora import is_adapted
 from ludus.training.models.sharded import WEIGHTS, is_converted
 from ludus.training.models.weight_files import kept_tensors
+from ludus.training.optim.logprobs import compute
 from ludus.training.optim.shard_files import FileLayout, write_wholes
-from ludus.training.optim.sharding import compute, group_of, whole_of
+from ludus.training.optim.sharding import group_of, whole_of
 
 
 @torch.no_grad()

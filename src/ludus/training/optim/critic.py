@@ -31,17 +31,14 @@ from ludus.training.data.micro_batches import (
     MicroBatch,
     MicroBatchSplitter,
     micro_batches,
+    rounds_of,
     take_rows,
     to_device,
 )
-from ludus.training.optim.forward import at_places, packed_states, shares_prefixes
 from ludus.training.optim.learner import Updater
+from ludus.training.optim.logprobs import at_places, compute, packed_states, shares_prefixes
 from ludus.training.optim.shard_files import read_shards, write_shards
-from ludus.training.optim.sharding import (
-    compute,
-    group_of,
-    named_weights,
-)
+from ludus.training.optim.sharding import group_of, named_weights
 
 FILE = "critic.safetensors"
 NAMES = {
@@ -116,7 +113,7 @@ class Critic:
         splitter, group = MicroBatchSplitter(budget), group_of(self.model)
         packed = micro_batches(batch, budget, ranks=group.size, share=self._shares)
         with sampling_mode(self.model):
-            for given in splitter.over(group.rounds(packed)):
+            for given in splitter.over(rounds_of(packed, group)):
                 part, counts = given.of_rank(group.rank)
                 try:
                     values_A = self._values(part.to(self.updater.device)).cpu()

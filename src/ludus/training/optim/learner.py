@@ -21,18 +21,17 @@ from torch import Tensor, nn
 
 from ludus.core.failures import LudusError
 from ludus.core.random import key
-from ludus.kernels import on_device
+from ludus.kernels import is_out_of_memory, on_device
 from ludus.training.config.stages import OptimizerConfig
 from ludus.training.data.batch import Batch
 from ludus.training.data.micro_batches import (
     MicroBatch,
     MicroBatchSplitter,
     Round,
-    is_out_of_memory,
     micro_batches,
+    rounds_of,
 )
-from ludus.training.optim.forward import shares_prefixes
-from ludus.training.optim.logprobs import action_logprobs, logprobs_of
+from ludus.training.optim.logprobs import action_logprobs, logprobs_of, shares_prefixes
 from ludus.training.optim.memory import MemoryBudget
 from ludus.training.optim.optimizer import GradientAccumulator, lr_factor
 from ludus.training.optim.other_optimizers import optimizer_for
@@ -121,7 +120,7 @@ class Updater:
         rounds: list[Round] = []
         with on_device(self.device):
             with self._gradients.collecting(), self._dropout.drawn_for(self.steps_done):
-                for given in self._splitter.over(self.group.rounds(batches)):
+                for given in self._splitter.over(rounds_of(batches, self.group)):
                     try:
                         rows.append(self._forward_backward(given, loss))
                         rounds.append(given)
@@ -129,7 +128,7 @@ class Updater:
                         self.group.tell(error)
                         self._splitter.retry(given, error, needs_less=self._can_shrink(given, error))
                 has_gradient = bool(rows)
-                for given in self._splitter.over(self.group.rounds(measured)):
+                for given in self._splitter.over(rounds_of(measured, self.group)):
                     try:
                         rows.append(self._forward_only(given, loss))
                         rounds.append(given)

@@ -1,14 +1,16 @@
-"""Log-probabilities of the trained tokens, in chunks: the logits of a whole batch never exist at once.
+"""The forward pass over a micro-batch, and the log-probabilities of its trained tokens.
 
-Only the places that predict a trained token go through the head. A head that is a plain matrix product goes
-through `linear_logprobs` (a fused linear cross-entropy); others, such as heads with an adapter, through
-activation checkpointing over chunks.
+Rows go through the decoder end to end, or folded into a prefix forest. Only the places that predict a trained
+token go through the head, in chunks: the logits of a whole batch never exist at once. A head that is a plain
+matrix product goes through `linear_logprobs` (a fused linear cross-entropy); others, such as heads with an
+adapter, through activation checkpointing over chunks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ludus.kernels import (
+    arrays_to_device,
     free_memory,
     kept_gradient,
     linear_float32,
@@ -25,11 +28,74 @@ from ludus.kernels import (
     summarise_logits,
     token_logprobs,
 )
-from ludus.model import head_logits, plain_head, sampling_mode, vocabulary_size
+from ludus.model import (
+    ForestContext,
+    PackedContext,
+    can_share_prefixes,
+    head_logits,
+    hidden_states,
+    plain_head,
+    sampling_mode,
+    vocabulary_size,
+)
+from ludus.model.image_features import PlacedFeatures, placed_features, with_features
 from ludus.training.data.batch import Batch
-from ludus.training.data.micro_batches import MicroBatch, MicroBatchSplitter, micro_batches
-from ludus.training.optim.forward import at_places, packed_states, shares_prefixes
-from ludus.training.optim.sharding import compute, group_of
+from ludus.training.data.micro_batches import MicroBatch, MicroBatchSplitter, micro_batches, rounds_of
+from ludus.training.optim.sharding import group_of
+
+R = TypeVar("R")
+
+
+def compute(model: nn.Module, function: Callable[..., R], *args: Any) -> R:
+    """function(model, *args); of a sharded model inside its root's forward, where the parameters are whole."""
+    inside = getattr(model, "compute", None)
+    result: R = function(model, *args) if inside is None else inside(function, *args)
+    return result
+
+
+def packed_states(
+    model: nn.Module, batch: MicroBatch, placed: PlacedFeatures | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """(hidden_UD, index_T): the last hidden states, and where each token of the rows is among them.
+
+    The index is None where every token was computed, in order. A token of a shared prefix has the hidden state
+    that was computed for all of its rows.
+
+    Args:
+        model: The model, or the part that has its decoder.
+        batch: The micro-batch, on the model's device.
+        placed: The features of the images, where they are another model's than this one's.
+    """
+    device = batch.tokens_T.device
+    if placed is None:
+        placed = placed_features(model, batch.images)
+    embedded_D = with_features(model, batch.tokens_T, placed)
+    if batch.fold is None:
+        packed = PackedContext(batch.lengths, device)
+        return hidden_states(model, batch.tokens_T, packed.position_ids, packed, embedded_D), None
+    index_T, source_U = (
+        arrays_to_device([one], device)[0] for one in (batch.fold.index_T, batch.fold.source_U)
+    )
+    forest = ForestContext(batch.fold.lengths, batch.fold.parents, device)
+    tokens_U = batch.tokens_T.index_select(0, source_U)
+    if embedded_D is not None:
+        embedded_D = embedded_D.index_select(0, source_U)
+    return hidden_states(model, tokens_U, forest.position_ids, forest, embedded_D), index_T
+
+
+def at_places(values_U: Tensor, index_T: Tensor | None, place_A: Tensor) -> Tensor:
+    """Gather values of the unique tokens at places in the rows: values_U[index_T[place_A]]."""
+    return values_U.index_select(0, place_A if index_T is None else index_T.index_select(0, place_A))
+
+
+_shares: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
+def shares_prefixes(model: nn.Module) -> bool:
+    """Whether rows that begin alike may be folded for this model; all ranks do the same."""
+    if model not in _shares:
+        _shares[model] = bool(group_of(model).least(int(can_share_prefixes(model))))
+    return _shares[model]
 
 
 def action_logprobs(model: nn.Module, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
@@ -50,7 +116,7 @@ def logprobs_of(
     splitter, group = MicroBatchSplitter(budget), group_of(model)
     with torch.no_grad(), sampling_mode(model), on_device(device):
         packed = micro_batches(batch, budget, ranks=group.size, share=share and shares_prefixes(model))
-        for given in splitter.over(group.rounds(packed)):
+        for given in splitter.over(rounds_of(packed, group)):
             part, counts = given.of_rank(group.rank)
             try:
                 logprobs_A, _ = action_logprobs(model, part.to(device), temperature)

@@ -27,8 +27,8 @@ from ludus.model import (
     set_activation_checkpointing,
     unwrapped,
 )
-from ludus.training.optim.logprobs import chunk_bytes, kept_bytes
-from ludus.training.optim.sharding import ShardedModel, compute, group_of, local
+from ludus.training.optim.logprobs import chunk_bytes, compute, kept_bytes
+from ludus.training.optim.sharding import ShardedModel, group_of, local
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ say) is left by the others too: before every collective all ranks tell each othe
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -23,9 +23,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ludus.core.failures import LudusError
+from ludus.kernels import is_out_of_memory
 from ludus.model import unwrapped
-from ludus.training.data.micro_batches import MicroBatch, Round, is_out_of_memory, rounds_of
-from ludus.training.data.row_digest import digest_of
 
 R = TypeVar("R")
 _WELL, _OUT_OF_MEMORY, _FAILED = range(3)
@@ -51,33 +50,6 @@ class RankGroup:
         self.roots: weakref.WeakSet[ShardedModel] = weakref.WeakSet()
         self.exchanges = 0
         """How many status exchanges the ranks have made."""
-
-    def rounds(self, batches: Iterable[MicroBatch]) -> Iterator[Round]:
-        """Rounds of micro-batches; all ranks must have made the same ones."""
-        if self.size > 1:
-            batches = list(batches)
-            self._compare(batches)
-        yield from rounds_of(batches, self.size)
-
-    def _compare(self, batches: Sequence[Any]) -> None:
-        """Raise, on all ranks, where one of them is about to train something else than the others.
-
-        Nothing else would show it: gradients are summed over whatever the ranks have.
-        """
-        found = digest_of(batches)
-        exact = torch.tensor([found.exact, -found.exact])
-        most, least = self.largest(exact).tolist()
-        if most == -least:
-            rough = torch.tensor(found.sums, dtype=torch.float64)
-            most_F, least_F = self.largest(torch.cat([rough, -rough])).chunk(2)
-            scale_F = self.largest(torch.tensor(found.scales, dtype=torch.float64))
-            if bool((most_F + least_F <= 1e-4 * scale_F + 1e-9).all()):
-                return
-        raise LudusError(
-            "the trainer ranks do not have the same rows to train on, so that their gradients would not add up "
-            "to those of one process: nothing was trained. This is a mistake in Ludus: please report it, and "
-            "train with cluster.trainer_ranks=1 until then"
-        )
 
     def agree(self) -> None:
         """Wait for all ranks; raise where one of them has failed. Comes before every collective."""
@@ -173,13 +145,6 @@ def group_of(model: nn.Module) -> RankGroup:
     """The group that a model is sharded over."""
     group: RankGroup = getattr(model, "group", ALONE)
     return group
-
-
-def compute(model: nn.Module, function: Callable[..., R], *args: Any) -> R:
-    """function(model, *args); of a sharded model inside its root's forward, where the parameters are whole."""
-    inside = getattr(model, "compute", None)
-    result: R = function(model, *args) if inside is None else inside(function, *args)
-    return result
 
 
 class ShardedModel(nn.Module):

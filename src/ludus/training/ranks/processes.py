@@ -31,7 +31,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._C._distributed_c10d import PrefixStore
 
 from ludus.core.failures import ConfigError, LudusError
@@ -42,7 +41,7 @@ from ludus.training.optim.sharding import (
     join_group,
     leave_group,
 )
-from ludus.training.ranks.program import Program
+from ludus.training.ranks.program import Program, Ranks
 from ludus.training.ranks.signals import StopWatch
 from ludus.training.ranks.store import (
     LOOPBACK,
@@ -66,30 +65,6 @@ WATCHED = "LUDUS_RANK_WATCHES_STDIN"
 
 class RankError(LudusError):
     """A trainer rank died, failed or did not answer. The run can go on from its last checkpoint."""
-
-
-class Ranks:
-    """The ranks as rank 0 sees them. This class is one process alone."""
-
-    size = 1
-
-    def __init__(self, program: Program | None = None) -> None:
-        self.program = program or Program()
-        """Rank 0's own part."""
-
-    @classmethod
-    def alone(cls, policy: nn.Module) -> Ranks:
-        """One process with a model that is there already."""
-        made = cls()
-        made.program.policy = policy
-        return made
-
-    def perform(self, step: str, *arguments: Any) -> Any:
-        """Do a step of the program on all ranks at once, and give rank 0's result back."""
-        return self.program.perform(step, arguments)
-
-    def close(self) -> None:
-        """End the other ranks."""
 
 
 class RankProcess(Protocol):

@@ -156,6 +156,30 @@ class Program:
                 known[name].copy_(whole)
 
 
+class Ranks:
+    """The ranks as rank 0 sees them. This class is one process alone."""
+
+    size = 1
+
+    def __init__(self, program: Program | None = None) -> None:
+        self.program = program or Program()
+        """Rank 0's own part."""
+
+    @classmethod
+    def alone(cls, policy: nn.Module) -> Ranks:
+        """One process with a model that is there already."""
+        made = cls()
+        made.program.policy = policy
+        return made
+
+    def perform(self, step: str, *arguments: Any) -> Any:
+        """Do a step of the program on all ranks at once, and give rank 0's result back."""
+        return self.program.perform(step, arguments)
+
+    def close(self) -> None:
+        """End the other ranks."""
+
+
 @dataclass(frozen=True, slots=True)
 class StagePlan(Generic[C]):
     """Settings of a stage's trainer, besides the policy."""

@@ -33,7 +33,7 @@ from ludus.training.data.batch import Batch
 from ludus.training.data.conversations import Conversation, trajectory_of
 from ludus.training.data.micro_batches import MicroBatch, micro_batches
 from ludus.training.models.loading import load_model
-from ludus.training.optim.forward import at_places, packed_states, shares_prefixes
+from ludus.training.optim.logprobs import at_places, packed_states, shares_prefixes
 
 ABOUT, HEADS = "reward_model.json", "heads.safetensors"
 SCORING_TOKENS = 8192

@@ -1,4 +1,4 @@
-"""The metrics of a policy's update: how far its weights are from those that sampled, and from its own before.
+"""What a policy's update minimises, and its metrics.
 
 Metrics are means over tokens, and some are made from several of them (`of_update`): the effective sample sizes;
 and how far engine and trainer differ, which is over the tokens that the very weights that are trained have
@@ -8,16 +8,90 @@ sampled. An asynchronous run has older tokens beside them: a difference there is
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ludus.algos import effective_sample_size, k1, k3
+from ludus.algos import Algorithm, LossInputs, effective_sample_size, k1, k3, with_regularization
 from ludus.algos.advantage_inputs import size_within, sum_within
 from ludus.algos.losses import clamped_log_ratio
+from ludus.training.config.rl import RLConfig
 from ludus.training.data.batch import Batch
 from ludus.training.data.micro_batches import MicroBatch
-from ludus.training.optim.learner import TOKENS
+from ludus.training.optim.learner import TOKENS, Metrics
+from ludus.training.optim.logprobs import action_logprobs
+
+
+class TokenNotes:
+    """Numbers of trained tokens, as micro-batches compute them, by their places among all tokens."""
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+        self._found: list[tuple[Tensor, Tensor]] = []
+
+    def add(self, place_A: Tensor, value_A: Tensor) -> None:
+        """Keep them on their device; a micro-batch that is computed again replaces what it said before."""
+        self._found.append((place_A, value_A.detach()))
+
+    def on_host(self) -> Tensor:
+        """All of them on the host; not a number where there is none."""
+        values_T = torch.full((self._tokens,), torch.nan)
+        if self._found:
+            place_A, value_A = (torch.cat(parts) for parts in zip(*self._found, strict=True))
+            values_T[place_A.cpu()] = value_A.float().cpu()
+        return values_T
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyObjective:
+    """The loss of a micro-batch: the algorithm's policy loss, a KL penalty, an entropy bonus."""
+
+    algorithm: Algorithm
+    config: RLConfig
+    reference: nn.Module | None
+    """The reference model, where the KL penalty is part of the loss."""
+    temperature: float
+    entropies: TokenNotes | None = None
+    """Where to note the entropies of the trained tokens."""
+    compared_T: Tensor | None = None
+    """The tokens that the weights that are trained have sampled, before they change: where engine and trainer
+    can be compared."""
+
+    @property
+    def has_other_terms(self) -> bool:
+        """Whether tokens have a gradient even where their advantage is 0."""
+        return (self.reference is not None and self.config.kl > 0) or self.config.entropy > 0
+
+    def __call__(
+        self, logprobs_A: Tensor, entropy_A: Tensor, batch: MicroBatch
+    ) -> tuple[Tensor, Metrics]:
+        config = self.config
+        if self.entropies is not None:
+            self.entropies.add(batch.source_index_A, entropy_A)
+        if config.starts_at_training_pass:
+            batch = replace(batch, old_logprobs_A=logprobs_A.detach())
+        loss_A, metrics = self.algorithm.loss(
+            LossInputs(
+                logprobs_A=logprobs_A,
+                old_logprobs_A=batch.old_logprobs_A,
+                advantages_A=batch.advantages_A,
+                row_A=batch.row_A,
+                rollout_logprobs_A=batch.rollout_logprobs_A,
+            )
+        )
+        metrics |= comparison(logprobs_A.detach(), batch)
+        if self.compared_T is not None:
+            same_A = self.compared_T[batch.source_index_A]
+            metrics |= difference(logprobs_A.detach() - batch.rollout_logprobs_A, same_A)
+        if self.reference is not None:
+            with torch.no_grad():
+                reference_A, _ = action_logprobs(self.reference, batch, self.temperature)
+            metrics["kl"] = self.algorithm.divergence(logprobs_A, reference_A)
+            loss_A = with_regularization(loss_A, kl_A=metrics["kl"], kl_weight=config.kl)
+        loss_A = with_regularization(loss_A, entropy_A=entropy_A, entropy_weight=config.entropy)
+        return loss_A, metrics
+
 
 OLD_KL = "kl_old_k3"
 """The metric that `target_kl` limits."""
