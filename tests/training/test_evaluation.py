@@ -26,30 +26,29 @@ from ludus.core import (
 )
 from ludus.observe import read_groups, rollout_metrics
 from ludus.training import Evaluation, Parts, Recipe, task_set_specs
-from ludus.training.evaluation import (
-    EvalModel,
+from ludus.training.evaluation.evaluate import EvalModel, find_model
+from ludus.training.evaluation.report import (
+    comparison_table,
+    full_table,
+    pass_curves,
+    short_table,
+    single_table,
+    study_json,
+    study_markdown,
+    turn_curves,
+    write_report,
+)
+from ludus.training.evaluation.study import (
     EvalTasks,
     ModelResult,
     ResultsFolder,
     Study,
     StudyPlan,
-    SummaryOptions,
-    compare,
-    comparison_table,
-    find_model,
-    full_table,
+    is_finished,
     run_study,
     settings_of,
-    short_table,
-    single_table,
-    study_json,
-    study_markdown,
-    summarise,
-    write_report,
 )
-from ludus.training.evaluation.report import pass_curves, turn_curves
-from ludus.training.evaluation.study import is_finished
-from ludus.training.evaluation.summary import NAMELESS, powers_of_two
+from ludus.training.evaluation.summary import NAMELESS, SummaryOptions, compare, powers_of_two, summarise
 
 QUICK = SummaryOptions()
 

@@ -2,20 +2,8 @@
 
 Discover the server's tools, have a language model write scenarios for them (`synth.scenarios`: each is tried),
 play groups, rank each group by one question to a judge (RULER), update by GRPO, and compare the held-out
-episodes of before and after in one ranking. All of it stands in one folder::
-
-    answers/                what the writer said: the same question is not asked twice
-    scenarios.json          what was kept, and why the rest was not
-    train.jsonl, held_out.jsonl, demonstrations.jsonl
-    recipe.toml             what is trained: `ludus train recipe.toml` does the same again
-    run/                    the run, with audit.jsonl
-    report.md               before and after
-
-The same command goes on where it was stopped: answers and scenarios are used again, a run is resumed. Answers
-of which too few scenarios could be made are not kept: the same command asks again.
-
-A writer or judge called `policy` is the model that is trained: as it is before, for the scenarios and for the
-comparison at the end, which needs one judge for all stages; as it is then, while it is trained.
+episodes of before and after in one ranking. All of it stands in one folder, in which the same command goes on:
+the writer's answers, the scenarios, `recipe.toml`, the run, and `report.md`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ from rich.console import Console
 from ludus.core.config import apply_overrides
 from ludus.core.failures import ConfigError
 from ludus.observe import Cell, ReportTable, Share
-from ludus.training.simulation import SimulationConfig, simulate
+from ludus.training.simulation.cluster import SimulationConfig
+from ludus.training.simulation.run import simulate
 
 _COLUMNS = ("s/step", "gain", "eps/s", "tok/s", "play", "train", "lag", "deaths", "ms/group")
 _FEWEST_STEPS = 5

@@ -1,26 +1,10 @@
-"""A run is a folder: `RunFolder` reads it, `RunWriter` (`run_writer`) writes it. Its layout:
+"""A run is a folder: `RunFolder` reads it, `RunWriter` writes it. Its layout is in docs/observe.md.
 
-::
+What `ludus eval` and `ludus synth` write is a `SettingsFolder`, and is read as runs of one step, without
+metrics (`ResultFolder`)::
 
-    recipe.json                      the whole recipe, as it was resolved
-    metrics.jsonl                    one line of numbers per step
-    trajectories/step-000012.parquet the episodes of a step (step-000012-eval.parquet: evaluated)
-    checkpoints/step-000012/         see `checkpoints`
-    media/<sha256>                   images of episodes, each once
-    logs/ludus.log                   everything that was logged
-    audit.jsonl                      every tool call, when asked for or where MCP servers are used
-    tensorboard/                     when asked for
-    curve.png, report.md             what a person looks at first
-
-What `ludus eval` and `ludus synth` write is read as runs of one step, without metrics (`ResultFolder`):
-
-::
-
-    evaluations/NAME-001/settings.json                            what was measured, and how
-    evaluations/NAME-001/MODEL/model.json                         who was measured
-    evaluations/NAME-001/MODEL/turns-8[/TASK SET]/episodes.parquet, or parts/*.parquet while it goes on
-    synth/NAME-001/settings.json                                  what was asked for
-    synth/NAME-001/examples.parquet, rejected.parquet             or parts/STAGE/*.parquet while it goes on
+    evaluations/NAME-001/settings.json, MODEL/model.json, MODEL/turns-8[/TASK SET]/episodes.parquet
+    synth/NAME-001/settings.json, examples.parquet, rejected.parquet     parts/*.parquet while it goes on
 """
 
 from __future__ import annotations

@@ -6,19 +6,13 @@
     take     the ledger says which groups are the next batch, and bounds how stale they are
     train    whatever trains says so, and slots are free
 
-Without staleness (`step_by_step`) a step is played when its batch is asked for, and is a function of the seed
-and the step alone: outcomes are looked at when all of a round have come, in the order of their ordinals, so
-that which episode ends first decides nothing. A round of refills begins when the round before has ended. What
-ends early, by an error or a cancellation, leaves the controller as it was before the step.
+Without staleness a step is a function of the seed and the step alone: outcomes are looked at when all of a
+round have come, in the order of their ordinals. An error or a cancellation leaves the controller as it was
+before the step. With staleness groups are played all the time: the trainer waits for the groups of its next
+batch, the player's episodes for the engine, and where no group finishes for `stall_seconds`, the run ends.
 
-With staleness groups are played all the time. Who waits for whom: the trainer waits for the groups of its next
-batch, the player's episodes for the engine. No wait is silent: where no group finishes for `stall_seconds`, the
-run ends with what it waited for. Without staleness the episodes' own limits are all there is to wait for.
-
-What a checkpoint has: the ledger, the plans of all groups under way, the place in the tasks, and in
-`groups.parquet` the episodes of groups that are finished and not trained. A resumed run plays again what was
-in flight, under the same ordinals, and so trains every ordinal exactly once. A step without staleness that was
-not trained begins again.
+A checkpoint has the ledger, the plans of all groups under way, and the episodes of groups that are finished and
+not trained: a resumed run plays again what was in flight, and trains every ordinal exactly once.
 """
 
 from __future__ import annotations

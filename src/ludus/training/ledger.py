@@ -2,29 +2,18 @@
 
 A pure state machine: no clocks, no tasks, no tensors. The controller tells it what happened.
 
-    schedule  a group gets the next ordinal and takes one of (S + 1) * B slots
+    schedule  a group gets the next ordinal and takes one of (S + 1) * B slots, until it is trained
     start     a player plays it
     finish    it has been played; or `fail`: it is played again, and given up after so many tries
     replace   it is left out (a refill): its slot is free, and a further ordinal takes its place
-    take      the next B finished groups become a batch
+    take      the next B finished groups become a batch: always the oldest finished one among the W ordinals
+              that begin with the oldest group not yet taken (torchtitan's `windowed_fifo`)
     train     the batch has been trained: one version more, and its slots are free
 
-S is the staleness, B the groups of a batch. A slot is held until its group is *trained*, so at most (S + 1) * B
-groups are under way. Batches are taken in a windowed FIFO: the next group of a batch is the oldest finished one
-among the W ordinals that begin with the oldest group not yet taken; W = 1 is strict order. The rule is that of
-torchtitan's RL (its `windowed_fifo`), the slots too.
-
-The lag of a group is the number of versions between its scheduling and its training, and never above
-
-    S + ceil((W - 1) / B)
-
-because when a group is scheduled at most (S + 1) * B - 1 others hold slots, and at most W - 1 younger ones can
-be taken before it: those within W ordinals. So at most (S + 1) * B + W - 2 groups are trained before it, which
-are that many whole batches. Nothing is dropped for its age, and a slow task is waited for rather than starved.
-
-It cannot get stuck: as long as it has not ended, a group can be scheduled, or one is to be played or being
-played, or a batch can be taken. `tests/training/test_ledger.py` explores every sequence of events for small
-bounds.
+The lag of a group, the versions between its scheduling and its training, is at most S + ceil((W - 1) / B):
+when it is scheduled at most (S + 1) * B - 1 others hold slots, and at most W - 1 younger ones can be taken
+before it, so at most (S + 1) * B + W - 2 groups are trained before it. Nothing is dropped for its age, and it
+cannot get stuck: `tests/training/test_ledger.py` explores every sequence of events for small bounds.
 """
 
 from __future__ import annotations

@@ -1,19 +1,13 @@
 """The training loop: one stage after the other, step by step, and everything written down.
 
-A step of RL, for instance:
-
     groups  = play the step's tasks           (the engine samples, tools and environments answer)
     update  = advantages, loss, optimizer     (the engine is paused: it runs the same parameters)
     version = the engine drops its KV, and continues with the new weights
 
-It runs in one event loop. The update blocks that loop on purpose: nothing else may happen meanwhile. From
-the update to the end of its bookkeeping nothing is awaited, so that a cancelled run stops either before a
-step or after it, and what it saves is never half a step. With `rl.staleness` above 0 episodes go on during the
-update, which runs in a thread; a cancellation then waits for its end.
-
-Steps are counted through the whole run, over all its stages. A checkpoint holds the weights, the stage's own
-state (optimizer, critic, curriculum, place in the tasks) and the rewards' memory; randomness is counter-based
-and needs no state. So a run that goes on from a checkpoint does what it would have done.
+The update blocks the event loop on purpose, and from it to the end of its bookkeeping nothing is awaited: a
+cancelled run stops before a step or after it. With `rl.staleness` above 0 episodes go on during the update,
+which runs in a thread. Randomness is counter-based, so a run that goes on from a checkpoint does what it would
+have.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
 """Players of groups: a small interface, and a player in this process.
 
-The controller tells a player which groups to play, each by a `GroupPlan` that says all there is to know, and
-takes their outcomes as they come. A player knows nothing of batches, versions or optimizers, so it can live
-in another process.
-
-Who waits for whom, in this process: every episode is a task of the event loop and waits for one of
-`max_in_flight` places, in the order in which groups were scheduled. Outcomes wait in an unbounded queue, which
-holds no more groups than the ledger has slots. While the player is held, no episode begins and no request of
-a running one passes the gate to the engine; tools go on.
+Every episode is a task of the event loop and waits for one of `max_in_flight` places, in the order in which
+groups were scheduled. Outcomes wait in an unbounded queue, which holds no more groups than the ledger has
+slots. While the player is held, no episode begins and no request passes the gate to the engine; tools go on.
 """
 
 from __future__ import annotations

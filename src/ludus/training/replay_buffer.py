@@ -1,16 +1,9 @@
 """Experience replay with expiry: scored groups of earlier steps, trained on again for as long as they hold.
 
-A stored group has the log-probabilities of the policy that played it, so the importance correction of the loss
-weighs its tokens as it does stale samples'. Its baseline is its own group's. A group is dropped
-
-    age        when it is older than `max_age` seconds
-    versions   when the policy that played it is more than `max_lag` versions behind
-    tools      when a tool that it called, or an environment that it played in, has another version: another
-               schema or source. What was observed then would not be observed now
-    uses       when it has been trained on `uses` more times
-
-Which groups join a step is a function of the seed, the step and what is stored. All of it is in checkpoints: a
-resumed run trains on the same ones. Only `max_age` looks at a clock.
+A stored group has the log-probabilities of the policy that played it, so the importance correction weighs its
+tokens as stale samples'; its baseline is its own group's. It is dropped by `age`, `versions`, `uses`, or
+`tools`: what a changed tool or environment answered then would not be observed now. Which groups join a step
+is a function of the seed, the step and what is stored.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """All episodes as one DuckDB table, filled from the Parquet files of the runs; filters, sorting, paging.
 
-The Parquet files are the truth and stay where they are. The table has one narrow row for each of their rows:
-what people filter and sort by, and the text that they search. It is in a temporary folder, bounded in memory
-and threads, and gone with the server. `sync` compares the files with what has been read and reads what is new,
-the newest steps first, a few files at a time: the first page can be shown long before the last file is read.
-One thread syncs; every query has a cursor of its own and sees the table as it was when it began.
-
-A file that cannot be read (half-written, damaged, not by Ludus) is shown as a problem, and is
-tried again when it changes. A file that is gone takes its episodes along.
+The table has one narrow row for each of their rows: what people filter and sort by, and the text that they
+search. It is in a temporary folder, and gone with the server. `sync` reads what is new, the newest steps
+first, a few files at a time. One thread syncs; every query has a cursor of its own. A file that cannot be read
+is shown as a problem, and tried again when it changes.
 """
 
 from __future__ import annotations

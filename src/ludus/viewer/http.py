@@ -24,15 +24,15 @@ from ludus.observe.episodes import MediaStore
 from ludus.serve.admission import RequestError
 from ludus.serve.app import HttpApi
 from ludus.serve.service import ServerConfig
-from ludus.viewer.access import HEADERS, admit
-from ludus.viewer.comparison import evaluated_steps, paired_runs, recipe_difference, task_history
 from ludus.viewer.episode_index import EpisodeIndex, FilterError
 from ludus.viewer.episode_view import EpisodeReader
 from ludus.viewer.export import STATIC, export_page
 from ludus.viewer.labels import LabelError, LabelStore
 from ludus.viewer.play import Move, PlayError, PlayRoom
 from ludus.viewer.requests import (
+    HEADERS,
     Place,
+    admit,
     body_place,
     episode_place,
     episode_query,
@@ -44,7 +44,13 @@ from ludus.viewer.requests import (
     place_json,
     texts,
 )
-from ludus.viewer.run_view import RunReader
+from ludus.viewer.run_view import (
+    RunReader,
+    evaluated_steps,
+    paired_runs,
+    recipe_difference,
+    task_history,
+)
 from ludus.viewer.workspace import NotFound, Workspace
 
 _log = logging.getLogger(__name__)

@@ -1,12 +1,7 @@
-"""Playing by hand: an environment stepped through the very interface that the model uses.
+"""Playing by hand: an episode of the recipe's own rollout, in which a person is asked for the next action.
 
-An episode of the recipe's own rollout is played: its tools, budgets, rewards and agent loop. Where the loop
-asks for the next action, a person is asked instead, or the checkpoint acts if the person says so. What a person
-does is recorded like a demonstration.
-
-Who waits for whom: the episode's coroutine waits for a move in a queue of its session; a request that makes a
-move waits until the episode asks for the next one, or is over. A session without a move for an hour is
-ended by the next request for a new one.
+The episode's coroutine waits for a move in a queue of its session; a request that makes a move waits until the
+episode asks for the next one, or is over. A session without a move for an hour is ended by the next new one.
 """
 
 from __future__ import annotations

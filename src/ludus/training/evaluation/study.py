@@ -1,9 +1,8 @@
 """Playing models under budgets of turns, and going on where an earlier run stopped.
 
-Models are opened one after the other, and only those with something left to play. Within one, budgets follow
-each other, and under a budget the task sets; all episodes of a set overlap (the rollout's `max_in_flight`
-bounds them). A group is written in a worker thread as soon as its last episode ends, and the next one is taken
-when it is on the disk. Cancelling stops all episodes; what was written stays.
+Models are opened one after the other, and only those with something left to play. A group is written in a
+worker thread as soon as its last episode ends, and the next one is taken when it is on the disk: stopping
+loses nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import hashlib
 import json
 import shutil
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -150,11 +149,11 @@ async def run_study(
     """Play what is not in `results` yet; without a folder, everything, and nothing is kept."""
     measured: list[ModelResult] = []
     for model in plan.models:
-        measured += await _play(recipe, parts, plan, model, results, on_group)
+        measured += await _measured(recipe, parts, plan, model, results, on_group)
     return Study(tuple(measured), how or SummaryOptions(), against)
 
 
-async def _play(
+async def _measured(
     recipe: Recipe,
     parts: Parts,
     plan: StudyPlan,
@@ -162,112 +161,91 @@ async def _play(
     results: ResultsFolder | None,
     on_group: OnGroup | None,
 ) -> list[ModelResult]:
-    rounds = [_Round(plan, model.label, turns, on_group) for turns in plan.turns or (None,)]
+    """One model under each budget of turns, or under each set's own."""
+    most = max(part.max_turns for part in plan.parts)
+    rounds = {
+        turns or most: [
+            _Round(plan, number, turns or part.max_turns) for number, part in enumerate(plan.parts)
+        ]
+        for turns in plan.turns or (None,)
+    }
+    every = [one for own in rounds.values() for one in own]
     if results is not None:
-        for one in rounds:
-            await one.load(results, model.identity(recipe))
-    if any(one.is_missing for one in rounds):
+        identity = model.identity(recipe)
+        for one in every:
+            name = one.name if len(plan.parts) > 1 else None
+            await one.load(results.cell(model.label, identity, one.turns, name))
+    if any(one.missing for one in every):
         async with model.open(recipe, parts) as sets:
-            for one in rounds:
-                await one.play({made.name: made.rollout for made in sets})
-    return [one.measured() for one in rounds]
+            rollouts = {made.name: made.rollout for made in sets}
+            for turns, own in rounds.items():
+                total = sum(len(one.tasks) for one in own)
+                for one in own:
+                    async for _ in one.play(rollouts[one.name], model.label):
+                        done = total - sum(len(other.missing) for other in own)
+                        if on_group is not None:
+                            on_group(model.label, turns, done, total)
+    return [
+        ModelResult(
+            model.label,
+            turns,
+            joined({one.name: one.evaluation for one in own}),
+            sum(one.kept for one in own),
+        )
+        for turns, own in rounds.items()
+    ]
 
 
 class _Round:
-    """One model under one budget, or under each set's own: a board for each task set."""
-
-    def __init__(self, plan: StudyPlan, model: str, turns: int | None, on_group: OnGroup | None) -> None:
-        self._model = model
-        self._turns = turns or max(part.max_turns for part in plan.parts)
-        self._total = sum(len(part.tasks) for part in plan.parts)
-        self._on_group = on_group or (lambda model, turns, done, total: None)
-        self._done = 0
-        self._boards = {
-            part.name: _Board(plan, number, model, turns or part.max_turns, self._note)
-            for number, part in enumerate(plan.parts)
-        }
-
-    @property
-    def is_missing(self) -> bool:
-        return any(board.missing for board in self._boards.values())
-
-    async def load(self, results: ResultsFolder, identity: Mapping[str, Any]) -> None:
-        several = len(self._boards) > 1
-        for name, board in self._boards.items():
-            cell = results.cell(self._model, identity, board.turns, name if several else None)
-            await board.load(cell)
-            self._done += board.kept
-
-    async def play(self, rollouts: Mapping[str, Rollout]) -> None:
-        for name, board in self._boards.items():
-            if board.missing:
-                await board.play(rollouts[name])
-
-    def measured(self) -> ModelResult:
-        found = joined({name: board.evaluation for name, board in self._boards.items()})
-        kept = sum(board.kept for board in self._boards.values())
-        return ModelResult(self._model, self._turns, found, kept)
-
-    def _note(self) -> None:
-        self._done += 1
-        self._on_group(self._model, self._turns, self._done, self._total)
-
-
-class _Board:
     """One model under one budget on one task set: what has been played, and what is missing."""
 
-    def __init__(
-        self, plan: StudyPlan, number: int, model: str, turns: int, on_group: Callable[[], None]
-    ) -> None:
+    def __init__(self, plan: StudyPlan, number: int, turns: int) -> None:
         part = plan.parts[number]
-        self.turns = turns
-        self.missing = list(part.tasks)
+        self.name, self.tasks, self.turns = part.name, part.tasks, turns
+        self.missing = {task.id: task for task in part.tasks}
         self.kept = 0
         """How many tasks an earlier run has played."""
         self._plan = plan
-        self._tasks = part.tasks
         self._seed = seed_of_set(plan.seed, number, part.name)
-        self._model = model
-        self._on_group = on_group
         self._cell: Cell | None = None
         self._groups: dict[str, Group] = {}
 
     @property
     def evaluation(self) -> Evaluation:
-        return evaluation_of(list(self._groups.values()), self._tasks)
+        return evaluation_of(list(self._groups.values()), self.tasks)
 
     async def load(self, cell: Cell) -> None:
         self._cell = cell
-        self._groups = await asyncio.to_thread(cell.groups, self._tasks)
-        self.missing = [
-            task
-            for task in self._tasks
-            if task.id not in self._groups or not is_finished(self._groups[task.id], self._plan.attempts)
-        ]
-        self.kept = len(self._tasks) - len(self.missing)
+        self._groups = await asyncio.to_thread(cell.groups, self.tasks)
+        for name, group in self._groups.items():
+            if is_finished(group, self._plan.attempts):
+                self.missing.pop(name, None)
+        self.kept = len(self.tasks) - len(self.missing)
 
-    async def play(self, rollout: Rollout) -> None:
-        plan = self._plan
-        numbers = {task.id: number for number, task in enumerate(self._tasks)}
+    async def play(self, rollout: Rollout, model: str) -> AsyncIterator[Group]:
+        """Play what is missing, and write it down group by group."""
+        if not self.missing:
+            return
+        numbers = {task.id: number for number, task in enumerate(self.tasks)}
         playing = replace(
             rollout,
-            attempts=plan.attempts,
-            sampling=plan.sampling,
+            attempts=self._plan.attempts,
+            sampling=self._plan.sampling,
             budgets=rollout.budgets.model_copy(update={"max_turns": self.turns}),
         )
-        played = playing.groups(self.missing, evaluation_seed(self._seed))
+        played = playing.groups(list(self.missing.values()), evaluation_seed(self._seed))
         async with aclosing(cast(AsyncGenerator[Group, None], played)) as groups:
             async for group in groups:
                 self._groups[group.task.id] = group
                 if self._cell is not None:
                     await asyncio.to_thread(self._cell.write, group, numbers[group.task.id])
-                self._on_group()
-        self.missing = []
-        self._check_scored()
+                self.missing.pop(group.task.id, None)
+                yield group
+        self._check_scored(model)
         if self._cell is not None:
-            await asyncio.to_thread(self._cell.close, list(self.evaluation.groups))
+            await asyncio.to_thread(self._cell.close, self.evaluation.groups)
 
-    def _check_scored(self) -> None:
+    def _check_scored(self, model: str) -> None:
         """Nothing at all was measured: say why, instead of a table of dashes."""
         played = [t for group in self._groups.values() for t in group.trajectories]
         if any(trajectory.is_trainable for trajectory in played):
@@ -279,7 +257,7 @@ class _Board:
                 "rewards in the recipe, or pass rewards="
             )
         raise LudusError(
-            f"no episode of {self._model} could be scored: {len(failures)} of {len(played)} failed through "
+            f"no episode of {model} could be scored: {len(failures)} of {len(played)} failed through "
             f"no fault of the model's. {most_frequent_failure(failures)}"
         )
 

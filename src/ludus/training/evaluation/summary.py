@@ -1,12 +1,8 @@
 """From the episodes of an evaluation to numbers with intervals. Pure.
 
-Episodes that failed through our fault, were aborted or were not scored are counted and otherwise left
-out: they are no zeros. A task that has lost so many attempts that fewer than k are left takes no part in
-pass@k and average@k.
-
-What was lost may have been easy or hard, so intervals of shares allow for both (worst-case bounds, Manski
-1990): the lower end is that of the interval in which every failed or aborted episode counts as 0, the upper
-end that of the one in which it counts as 1. Rewards have no such bounds: theirs is over scored episodes alone.
+Episodes that failed through our fault, were aborted or were not scored are counted and otherwise left out. What
+was lost may have been easy or hard, so intervals of shares allow for both (worst-case bounds, Manski 1990): the
+lower end counts every lost episode as 0, the upper end as 1. Rewards have no such bounds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A simulated run: the real controller and a trainer that lets virtual time pass.
+"""Discrete-event simulation of asynchronous training on more GPUs: the real controller, on a virtual clock.
 
-An update takes place on the engines' own GPUs while they are paused; or on GPUs of its own, and a sync pauses
-the engines.
+The event loop jumps to the next event, so that hours of 1,000 GPUs take minutes of one core. An update takes
+place on the engines' own GPUs while they are paused; or on GPUs of its own, and a sync pauses the engines.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import selectors
 import time
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from ludus.core.task import Task
@@ -18,10 +19,32 @@ from ludus.training.config.rl import RolloutSettings
 from ludus.training.controller import RolloutController, StalledError
 from ludus.training.data.task_sampler import TaskSet
 from ludus.training.ledger import Ledger, Phase
-from ludus.training.simulation.cluster import SimulatedPlayer
-from ludus.training.simulation.config import SimulatedRun, SimulationConfig
+from ludus.training.simulation.cluster import SimulatedPlayer, SimulationConfig
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedRun:
+    """Results of a simulation. Rates leave out the first step, in which the pipeline fills."""
+
+    seconds: float
+    steps: int
+    step_seconds: float
+    episodes_per_second: float
+    tokens_per_second: float
+    """Trained tokens."""
+    engine_busy: float
+    """Share of the engines' time in which they had requests and ran."""
+    trainer_busy: float
+    lag_mean: float
+    lag_max: int
+    lag_bound: int
+    deaths: int
+    given_up: int
+    """Groups that failed too often."""
+    controller_seconds: float
+    """CPU seconds of the controller, the simulation included, for each group."""
 
 
 def simulate(config: SimulationConfig) -> SimulatedRun:
