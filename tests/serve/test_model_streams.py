@@ -264,7 +264,7 @@ async def test_weights_change_in_the_middle_of_a_stream() -> None:
         (action,) = served.session.tree.trajectory.actions
         assert [span.version for span in action.versions] == [0, 1]
         assert tokenizer.decode(action.tokens).strip() == said
-        assert not engine._streams
+        assert not engine._thread.outbox.streams
 
 
 @asynccontextmanager
@@ -402,7 +402,7 @@ async def test_a_client_that_does_not_read_holds_up_nobody_and_is_disconnected()
             await loop.sock_sendall(lazy, head.encode() + body)
             await until(lambda: engine.said == 1)  # it went on to its end
             (sampling,) = session._sampling.values()
-            await until(lambda: server._api._running == 0)  # disconnected: the handler has ended
+            await until(lambda: server._api.running.count == 0)  # disconnected: the handler has ended
             assert sampling.waiters == 0 and all(not one.readers for one in [sampling.feed] if one)
 
 

@@ -7,7 +7,7 @@ try:
 except ImportError as error:  # pragma: no cover - depends on the installation
     raise MissingExtraError("aiohttp", "serve", "a tool server") from error
 
-from ludus.serve.server import serve_until_told
+from ludus.serve.app import serve_until_told
 from ludus.serve.service import ServerConfig
 from ludus.serve.tool_server import ToolServer
 

@@ -19,7 +19,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -225,6 +225,29 @@ class Admission:
         pause = min(max(pause, _SHORTEST_PAUSE), _LONGEST_PAUSE)
         message = f"{self.waiting} calls wait already; this one was not taken"
         return RequestError(ErrorKind.OVERLOADED, message, retry_after=round(pause, 3))
+
+
+class Running:
+    """Enter this for requests that a server that stops waits for."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._idle = asyncio.Event()
+
+    def __enter__(self) -> None:
+        self.count += 1
+        self._idle.clear()
+
+    def __exit__(self, *_: object) -> None:
+        self.count -= 1
+        if not self.count:
+            self._idle.set()
+
+    async def ended(self, seconds: float) -> None:
+        """Wait until there are none, for so many seconds at most."""
+        if self.count:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), seconds)
 
 
 class ByteBudget:

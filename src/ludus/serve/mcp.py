@@ -32,9 +32,9 @@ from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult, ToolSpe
 from ludus.core.strict_json import BadJson, check_json
 from ludus.core.task import Task
 from ludus.envs.env import observation_from_json
-from ludus.serve.admission import RequestError
-from ludus.serve.app import HttpApi, bearer_token, check_token, json_response, taken
-from ludus.serve.server import AppServer, check_exposure
+from ludus.serve.admission import RequestError, Running
+from ludus.serve.app import AppServer, HttpApi, check_exposure
+from ludus.serve.http import bearer_token, check_token, json_response, taken
 from ludus.serve.service import ServerConfig
 from ludus.tools.hosting import ToolHost
 from ludus.tools.json_schema import argument_problems
@@ -240,6 +240,7 @@ class McpApi(HttpApi):
     def __init__(self, sessions: AgentSessions, config: ServerConfig, token: str | None) -> None:
         super().__init__(config)
         self._sessions, self._token = sessions, token
+        self.running = Running()
         self._tasks: set[asyncio.Task[None]] = set()
         self.asgi = make_mcp_server(sessions).streamable_http_app(
             host=config.host, max_request_body_size=config.max_body_bytes
@@ -271,8 +272,8 @@ class McpApi(HttpApi):
             text = "sandboxes and environments need a session: use a revision with a handshake"
             raise MCPError(types.UNSUPPORTED_PROTOCOL_VERSION, text, known)
         if request.method == "POST":
-            body = bytes(await self.body(request))
-            with self.working():
+            body = bytes(await self.bodies.read(request))
+            with self.running:
                 return await self._forwarded(request, body)
         answer = await self._forwarded(request)
         if request.method == "DELETE" and "mcp-session-id" in request.headers:
@@ -379,7 +380,7 @@ class McpServer(AppServer):
 
     async def drain_and_stop(self) -> None:
         """Let running calls finish within `drain_seconds`; close the connections."""
-        await self._api.finish()
+        await self._api.running.ended(self._config.drain_seconds)
         if self._sweeper is not None:
             self._sweeper.cancel()
         await self._hang_up()

@@ -26,18 +26,39 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 CallOutcome = ToolResult | RequestError
 
 
-class Metrics:
+class ServerMetrics:
     """One registry per server, so that several in one process do not meet."""
 
+    prefix: str
+
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
 
-        def counter(name: str, help: str, *labels: str) -> Counter:
-            return Counter(f"ludus_tools_{name}", help, labels, registry=registry)
+    def _counter(self, name: str, help: str, *labels: str) -> Counter:
+        return Counter(f"{self.prefix}_{name}", help, labels, registry=self.registry)
 
-        def histogram(name: str, help: str) -> Histogram:
-            return Histogram(f"ludus_tools_{name}", help, ("tool",), buckets=_BUCKETS, registry=registry)
+    def _histogram(self, name: str, help: str, label: str) -> Histogram:
+        name = f"{self.prefix}_{name}"
+        return Histogram(name, help, (label,), buckets=_BUCKETS, registry=self.registry)
 
+    def watch(self, name: str, help: str, read: Callable[[], float]) -> None:
+        """A gauge that is read when it is asked for."""
+        gauge: Any = Gauge(f"{self.prefix}_{name}", help, registry=self.registry)
+        gauge.set_function(read)
+
+    def page(self) -> bytes:
+        text: bytes = generate_latest(self.registry)
+        return text
+
+
+class Metrics(ServerMetrics):
+    """Those of a tool server."""
+
+    prefix = "ludus_tools"
+
+    def __init__(self) -> None:
+        super().__init__()
+        counter = self._counter
         self.calls = counter(
             "calls", "Calls that ended, by tool and by how they ended.", "tool", "outcome"
         )
@@ -49,15 +70,17 @@ class Metrics:
         self.cancelled = counter("cancelled", "Running calls that were cancelled, by why.", "why")
         self.opened = counter("sessions_opened", "Sessions opened.")
         self.closed = counter("sessions_closed", "Sessions closed, by why.", "why")
-        self.seconds = histogram("call_seconds", "How long calls ran.")
-        self.queue_seconds = histogram("queue_seconds", "How long calls waited for a slot.")
+        self.seconds = self._histogram("call_seconds", "How long calls ran.", "tool")
+        self.queue_seconds = self._histogram(
+            "queue_seconds", "How long calls waited for a slot.", "tool"
+        )
 
         self._pools = Gauge(
             "ludus_envs_instances",
             "Instances of an environment, over all replicas: in use, idle, waited for, the most there may be; "
             "and since the start: created, closed, gone wrong.",
             ("env", "state"),
-            registry=registry,
+            registry=self.registry,
         )
 
     def set_pools(self, stats: Json) -> None:
@@ -66,36 +89,20 @@ class Metrics:
             for state, value in numbers.items():
                 self._pools.labels(env, state).set(value)
 
-    def watch(self, name: str, help: str, read: Callable[[], float]) -> None:
-        """A gauge that is read when it is asked for."""
-        gauge: Any = Gauge(f"ludus_tools_{name}", help, registry=self.registry)
-        gauge.set_function(read)
 
-    def page(self) -> bytes:
-        text: bytes = generate_latest(self.registry)
-        return text
+class ModelMetrics(ServerMetrics):
+    """Those of a model server."""
 
-
-class ModelMetrics:
-    """Counters of a model server."""
+    prefix = "ludus_model"
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
-
-        def counter(name: str, help: str, *labels: str) -> Counter:
-            return Counter(f"ludus_model_{name}", help, labels, registry=registry)
-
+        super().__init__()
+        counter = self._counter
         self._children: dict[tuple[Any, ...], Any] = {}
         self._requests = counter("requests", "Requests, by API and HTTP status.", "api", "status")
         self._tokens = counter("tokens", "Tokens: read, found in the cache, written.", "kind")
         self.retried = counter("retried", "Requests answered by what an earlier, equal one had sampled.")
-        self._seconds = Histogram(
-            "ludus_model_seconds",
-            "How long replies took.",
-            ("api",),
-            buckets=_BUCKETS,
-            registry=registry,
-        )
+        self._seconds = self._histogram("seconds", "How long replies took.", "api")
 
     def count(self, api: str, status: int) -> None:
         """A request that was answered."""
@@ -113,15 +120,6 @@ class ModelMetrics:
         if key not in self._children:
             self._children[key] = metric.labels(*labels)
         return self._children[key]
-
-    def watch(self, name: str, help: str, read: Callable[[], float]) -> None:
-        """A gauge that is read when it is asked for."""
-        gauge: Any = Gauge(f"ludus_model_{name}", help, registry=self.registry)
-        gauge.set_function(read)
-
-    def page(self) -> bytes:
-        text: bytes = generate_latest(self.registry)
-        return text
 
 
 _log = logging.getLogger("ludus.serve.access")

@@ -21,17 +21,17 @@ from ludus.core.failures import ConfigError
 from ludus.core.messages import Json, ToolResult
 from ludus.core.strict_json import explained
 from ludus.serve.admission import ByteShare, RequestError
-from ludus.serve.app import (
-    HttpApi,
+from ludus.serve.app import AppServer, HttpApi, check_exposure
+from ludus.serve.http import (
     bearer_token,
     beside_the_loop,
     check_token,
     held_share,
     json_response,
+    send_pieces,
     too_large,
 )
 from ludus.serve.openapi import ENDPOINTS, MOST_MILLISECONDS, docs_page, openapi_document
-from ludus.serve.server import AppServer, check_exposure
 from ludus.serve.service import ServerConfig, ToolService
 from ludus.serve.sessions import ServerSession
 from ludus.serve.telemetry import CONTENT_TYPE, CallOutcome, log_request, request_id
@@ -207,7 +207,7 @@ class ToolApi(HttpApi):
                     for next_done in asyncio.as_completed(tasks):
                         yield dump(await next_done) + b"\n"
 
-                return await self.stream(request, _ndjson(), lines())
+                return await send_pieces(request, _ndjson(), self._config.client_seconds, lines())
             return json_response({"outcomes": await asyncio.gather(*tasks)})
         finally:
             for task in tasks:
@@ -247,7 +247,9 @@ class ToolApi(HttpApi):
             return _error_response(outcome)
         reads_json, reads_stream = _accepted(request)
         if reads_stream and (not reads_json or len(outcome.content) > self._config.stream_chars):
-            return await self.stream(request, _ndjson(), _result_lines(outcome))
+            return await send_pieces(
+                request, _ndjson(), self._config.client_seconds, _result_lines(outcome)
+            )
         return json_response(result_to_json(outcome))
 
     async def _described(self, session: ServerSession) -> Json:
@@ -277,7 +279,7 @@ class ToolApi(HttpApi):
 
     async def _body(self, request: web.Request, model: type[B]) -> B:
         """The validated body; `RequestError` if it is too large, too slow, too deep or not JSON."""
-        data = await self.body(request)
+        data = await self.bodies.read(request)
         try:
             return await beside_the_loop(len(data), model.model_validate_json, data)
         except ValidationError as error:

@@ -156,7 +156,7 @@ class ViewerApi(HttpApi):
         answer.headers.setdefault("Cache-Control", "no-store")
 
     async def _json(self, request: web.Request) -> Json:
-        return parsed_body(await self.body(request))
+        return parsed_body(await self.bodies.read(request))
 
     # Life.
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ludus.serve.server import AppServer, check_exposure, is_on_loopback, serve_until_told
+from ludus.serve.app import AppServer, check_exposure, is_on_loopback, serve_until_told
 from ludus.serve.service import ServerConfig
 from ludus.training.config.parts import Parts
 from ludus.training.config.recipe import Recipe

@@ -203,7 +203,7 @@ def serve_mcp(
 
     Over stdio it is started by its client; with --http it prints {"address": ...} when it is ready.
     """
-    from ludus.serve.server import check_exposure, serve_until_told
+    from ludus.serve.app import check_exposure, serve_until_told
 
     serving.log(quiet=not http)
     references, worlds = _tools_and_envs(names or [], settings)

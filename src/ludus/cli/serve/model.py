@@ -84,8 +84,8 @@ def serve_model(
     from ludus.engine import EmbeddedEngine
     from ludus.model import context_limit
     from ludus.model.hf_model import device_of
+    from ludus.serve.app import check_exposure, serve_until_told
     from ludus.serve.model import CheckpointService, ModelServer
-    from ludus.serve.server import check_exposure, serve_until_told
     from ludus.training.config.model import ModelConfig
     from ludus.training.models.loading import check_source, load_model
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ludus.core.messages import Json, Message, ToolSpec
+from ludus.core.messages import Json, Message
 from ludus.serve.model.requests import (
     ApiError,
     Dialect,
     Event,
     ModelReply,
     ModelRequest,
+    ReadOnce,
     ReplyHead,
     arguments_text,
     asked_of,
@@ -21,8 +22,6 @@ from ludus.serve.model.requests import (
     number_field,
     read_call,
     read_content,
-    read_once,
-    read_tool,
     read_tools,
     stops_field,
     text_field,
@@ -50,7 +49,7 @@ _THOUGHTS = frozenset({"thinking", "redacted_thinking"})
 def parse(body: Json) -> ModelRequest:
     """A request; `ApiError` says what is wrong with it."""
     choice = body.get("tool_choice")
-    tools, left_out = read_tools(body, frozenset({None, "custom"}), _tool, "tools.{}")
+    tools, left_out = read_tools(body, frozenset({None, "custom"}), "tools.{}", schema="input_schema")
     found: list[Message] = []
     places: list[str] = []
     if body.get("system"):
@@ -61,7 +60,8 @@ def parse(body: Json) -> ModelRequest:
         raise bad("messages: at least one message is required", "messages")
     for number, message in enumerate(messages):
         where = f"messages.{number}"
-        found += read_once("anthropic", message, where, _messages)
+        known = ReadOnce("anthropic", message)
+        found += known.messages or known.keep(_messages(message, where))
         places += [where] * (len(found) - len(places))  # results are messages of their own
     return ModelRequest(
         model=text_field(body, "model"),
@@ -76,10 +76,6 @@ def parse(body: Json) -> ModelRequest:
         places=tuple(places),
         raw=body,
     )
-
-
-def _tool(tool: Json, where: str) -> ToolSpec:
-    return read_tool(tool, "input_schema", where)
 
 
 def _messages(raw: Json, where: str) -> tuple[Message, ...]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ludus.core.messages import Json, Message, Role, ToolSpec
+from ludus.core.messages import Json, Message, Role
 from ludus.serve.model.requests import (
     ApiError,
     Dialect,
     Event,
     ModelReply,
     ModelRequest,
+    ReadOnce,
     ReplyHead,
     arguments_text,
     asked_of,
@@ -20,8 +21,6 @@ from ludus.serve.model.requests import (
     number_field,
     read_call,
     read_content,
-    read_once,
-    read_tool,
     read_tools,
     stops_field,
     stream_options,
@@ -62,7 +61,7 @@ def parse(body: Json) -> ModelRequest:
         )
     if flag_field(body, "logprobs") or body.get("top_logprobs"):
         raise bad("'logprobs' is not supported: replies carry none", "logprobs")
-    tools, left_out = read_tools(body, frozenset({"function"}), _tool, "tools[{}]")
+    tools, left_out = read_tools(body, frozenset({"function"}), "tools[{}]", inner="function")
     messages = read_messages(list_field(body, "messages"))
     return ModelRequest(
         model=text_field(body, "model"),
@@ -85,15 +84,11 @@ def read_messages(raw: Sequence[Json]) -> tuple[Message, ...]:
     """The messages of a conversation."""
     if not raw:
         raise bad("'messages' must hold at least one message", "messages")
-    return tuple(
-        read
-        for i, message in enumerate(raw)
-        for read in read_once("chat", message, f"messages[{i}]", _messages)
-    )
-
-
-def _messages(raw: Json, where: str) -> tuple[Message]:
-    return (_message(raw, where),)
+    found: list[Message] = []
+    for i, message in enumerate(raw):
+        known = ReadOnce("chat", message)
+        found += known.messages or known.keep((_message(message, f"messages[{i}]"),))
+    return tuple(found)
 
 
 def _message(raw: Json, where: str) -> Message:
@@ -113,7 +108,8 @@ def _message(raw: Json, where: str) -> Message:
             calls.append(
                 read_call(function.get("name"), function.get("arguments"), call.get("id"), where)
             )
-        return Message(role, content or _refusal(raw), tuple(calls))
+        refusal = raw.get("refusal")
+        return Message(role, content or (refusal if isinstance(refusal, str) else ""), tuple(calls))
     if role == "tool":
         id, name = raw.get("tool_call_id"), raw.get("name")
         return Message(
@@ -124,18 +120,6 @@ def _message(raw: Json, where: str) -> Message:
             media=media,
         )
     return Message(role, content, media=media)
-
-
-def _refusal(raw: Json) -> str:
-    value = raw.get("refusal")
-    return value if isinstance(value, str) else ""
-
-
-def _tool(tool: Json, where: str) -> ToolSpec:
-    function = tool.get("function")
-    if not isinstance(function, dict):
-        raise bad(f"{where} has no 'function'", where)
-    return read_tool(function, "parameters", where)
 
 
 def body(request: ModelRequest, replies: Sequence[ModelReply]) -> Json:

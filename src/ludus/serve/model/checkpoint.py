@@ -16,7 +16,8 @@ from ludus.core.generation import Engine, OnTokens, Sampling
 from ludus.core.images import MOST_PIXELS
 from ludus.core.messages import Json
 from ludus.serve.admission import Admission, WorkBudget
-from ludus.serve.app import check_token
+from ludus.serve.app import check_exposure
+from ludus.serve.http import check_token
 from ludus.serve.model.requests import (
     LONG,
     ApiError,
@@ -28,7 +29,6 @@ from ludus.serve.model.requests import (
 )
 from ludus.serve.model.server import Incoming
 from ludus.serve.model.streams import LiveReplies
-from ludus.serve.server import check_exposure
 from ludus.serve.service import ServerConfig
 from ludus.serve.telemetry import ModelMetrics
 
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class CheckpointService:
-    """A `ModelService` over an engine and a renderer, both of which stay the caller's."""
+    """A `ModelService` over an engine and a renderer, which stay their owner's, and its only caller."""
 
     def __init__(
         self,
@@ -67,14 +67,19 @@ class CheckpointService:
         self._pixels, self._texts = WorkBudget(MOST_PIXELS), WorkBudget(config.max_body_bytes)
         self.metrics.watch("waiting", "Requests in the queue.", lambda: self._admission.waiting)
 
-    async def authorize(self, request: web.Request, key: str) -> None:
+    async def authorize(self, request: web.Request, key: str) -> CheckpointService:
+        self.check_reader(request, key)
+        return self
+
+    def check_reader(self, request: web.Request, key: str) -> None:
         check_token(request, key, self._token)
 
-    def models(self, caller: None) -> list[str]:
+    @property
+    def models(self) -> list[str]:
         return [self._name]
 
     async def complete(
-        self, caller: None, request: ModelRequest, incoming: Incoming, live: LiveReplies | None = None
+        self, request: ModelRequest, incoming: Incoming, live: LiveReplies | None = None
     ) -> Sequence[ModelReply]:
         """Any model name will do: clients have names of their own for what they talk to."""
         renderer = await self._beside(request, self._renderer.bound, request.tools)
@@ -153,12 +158,12 @@ class CheckpointService:
             return function(*args)
         return await self._texts.run(request.size, function, *args)
 
-    async def count_tokens(self, caller: None, request: ModelRequest) -> int:
+    async def count_tokens(self, request: ModelRequest) -> int:
         renderer = await self._beside(request, self._renderer.bound, request.tools)
         refuse_images(request, renderer.images)
         return len((await self._rendered(renderer, request)).tokens)
 
-    def reward(self, caller: None, body: Json) -> None:
+    def report(self, body: Json) -> None:
         raise ApiError(400, "this server serves a model and trains none: rewards are for episodes")
 
     async def close(self) -> None:

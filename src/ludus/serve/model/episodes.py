@@ -13,8 +13,11 @@ import logging
 import os
 import secrets
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -31,8 +34,7 @@ from ludus.remote.client import ConnectionFailed, HttpClient
 from ludus.rollouts.message_tree import MessageTree, SampledTurn
 from ludus.rollouts.recorder import BudgetUsedUp
 from ludus.serve.admission import WorkBudget
-from ludus.serve.app import check_token
-from ludus.serve.model.peers import is_of_program
+from ludus.serve.http import check_token
 from ludus.serve.model.requests import (
     LONG,
     ApiError,
@@ -246,7 +248,8 @@ class EpisodeSession:
         if self._http is None:
             raise ConfigError("this session cannot forward requests")
         body = {**request.raw, "model": address.model or request.model}
-        headers = {"x-api-key": own, "Authorization": f"Bearer {own}"} if (own := _own_key()) else {}
+        own = os.environ.get("LUDUS_API_KEY", "").strip()
+        headers = {"x-api-key": own, "Authorization": f"Bearer {own}"} if own else {}
         url = f"{address.url.removesuffix('/')}/{incoming.path.removeprefix('/v1/')}"
         try:
             async with (
@@ -354,13 +357,13 @@ class EpisodeService:
             self._ended.popitem(last=False)
         await session.close()
 
-    async def authorize(self, request: web.Request, key: str) -> EpisodeSession | None:
-        if request.path == "/metrics":
-            check_token(request, key, None)
-            return None
+    async def authorize(self, request: web.Request, key: str) -> EpisodeSession:
         session = self.session(key)
         await session.check_client(request.transport)
         return session
+
+    def check_reader(self, request: web.Request, key: str) -> None:
+        check_token(request, key, None)
 
     def session(self, key: str) -> EpisodeSession:
         """The open episode of a key; `ApiError` if there is none."""
@@ -369,24 +372,6 @@ class EpisodeService:
         if key not in self._sessions:
             raise ApiError(401, "this key belongs to no episode", code="invalid_api_key")
         return self._sessions[key]
-
-    def models(self, caller: EpisodeSession) -> list[str]:
-        return caller.models
-
-    async def complete(
-        self,
-        caller: EpisodeSession,
-        request: ModelRequest,
-        incoming: Incoming,
-        live: LiveReplies | None = None,
-    ) -> Sequence[ModelReply] | Forwarded:
-        return await caller.complete(request, incoming, live)
-
-    async def count_tokens(self, caller: EpisodeSession, request: ModelRequest) -> int:
-        return await caller.count_tokens(request)
-
-    def reward(self, caller: EpisodeSession, body: Json) -> None:
-        caller.report(body)
 
     async def close(self) -> None:
         for session in list(self._sessions.values()):
@@ -410,10 +395,6 @@ def check_models(models: Mapping[str, str]) -> None:
         raise ConfigError('agent.program.models trains none of them: set one to "trained"')
 
 
-def _own_key() -> str:
-    return os.environ.get("LUDUS_API_KEY", "").strip()
-
-
 _noted: set[tuple[Any, float]] = set()
 
 
@@ -426,3 +407,71 @@ def _note_temperature(asked: Any, used: float) -> None:
             asked,
             used,
         )
+
+
+# Which process a connection comes from: the kernel's table of sockets, and who holds which
+
+_PROC = Path("/proc")
+_TABLES = (_PROC / "net/tcp", _PROC / "net/tcp6")
+CAN_TELL = _TABLES[0].exists()
+
+End = tuple[IPv4Address | IPv6Address, int]
+"""One end of a connection."""
+
+
+def is_of_program(peer: tuple[str, int], own: tuple[str, int], program: int) -> bool:
+    """Whether the other end of our connection is held by a process or one that descends from it. Linux only.
+
+    All programs of a user can read each other's environment, with the keys in it: so a key alone says little,
+    and the process that shows it is looked at. A descendant that has left the program's session, and whose
+    parent has ended, is not known as one.
+    """
+    ends = _end(*peer[:2]), _end(*own[:2])
+    for table in _TABLES:
+        lines = table.read_text().splitlines() if table.exists() else []
+        for line in (one for one in lines if all(f":{port:04X} " in one for _, port in ends)):
+            _, local, remote, *rest = line.split()
+            if (_listed(local), _listed(remote)) == ends and rest[6] != "0":
+                return any(_holds(pid, f"socket:[{rest[6]}]") for pid in _family(program))
+    return False
+
+
+def _listed(text: str) -> End:
+    """An end as the kernel writes it: words of 32 bits in the machine's order, and a port."""
+    words, port = text.split(":")
+    data = b"".join(bytes.fromhex(words[i : i + 8])[::-1] for i in range(0, len(words), 8))
+    return _end(str(ip_address(data)), int(port, 16))
+
+
+def _end(address: str, port: int) -> End:
+    found = ip_address(address.partition("%")[0])
+    return getattr(found, "ipv4_mapped", None) or found, port
+
+
+def _holds(pid: int, socket: str) -> bool:
+    with suppress(OSError):  # it has ended, or is another user's
+        for entry in (_PROC / str(pid) / "fd").iterdir():
+            with suppress(OSError):  # it was closed just now
+                if str(entry.readlink()) == socket:
+                    return True
+    return False
+
+
+def _family(program: int) -> Iterator[int]:
+    """The program and its descendants; then the rest of its session, which needs a scan of all processes."""
+    pending = [program]
+    while pending:
+        pid = pending.pop()
+        yield pid
+        for tasks in (_PROC / str(pid) / "task").glob("*/children"):
+            try:
+                pending += map(int, tasks.read_text().split())
+            except OSError:
+                continue
+    for entry in _PROC.glob("[0-9]*/stat"):
+        try:
+            session = entry.read_text().rpartition(")")[2].split()[3]
+        except OSError:
+            continue
+        if session == str(program):
+            yield int(entry.parent.name)

@@ -33,13 +33,13 @@ from ludus.rollouts.agent import Agent, ProgramConfig
 from ludus.rollouts.episode import Episode
 from ludus.sandbox import Limits, SandboxConfig, shared_sandbox
 from ludus.serve.model.episodes import (
+    CAN_TELL,
     FORWARD_BYTES,
     NO_REWARDS,
     EpisodeService,
     EpisodeSession,
     check_models,
 )
-from ludus.serve.model.peers import CAN_TELL
 from ludus.serve.model.requests import ApiError
 from ludus.serve.model.server import ModelServer
 from ludus.serve.service import ServerConfig

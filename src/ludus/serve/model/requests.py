@@ -310,20 +310,25 @@ _known: LruCache[tuple[Message, ...]] = LruCache(
 )
 
 
-def read_once(
-    api: str, raw: Json, where: str, read: Callable[[Json, str], tuple[Message, ...]]
-) -> tuple[Message, ...]:
-    """The messages that `raw` is read as; the same objects when it comes again.
+class ReadOnce:
+    """The messages that a message of an API was read as before: the same objects when it comes again.
 
     Clients send the whole conversation with every request: what is not new in it should cost next to nothing.
     """
-    try:
-        key = marshal.dumps(
-            (api, raw), 2
-        )  # version 2 is the same for equal values: it has no references
-    except ValueError:  # nested too deeply
-        return read(raw, where)
-    return read(raw, where) if len(key) > _LONGEST else _known.get(key, lambda: read(raw, where))
+
+    def __init__(self, api: str, raw: Json) -> None:
+        self._key: bytes | None = None
+        try:
+            key = marshal.dumps((api, raw), 2)  # version 2 is the same for equal values: no references
+        except ValueError:  # nested too deeply
+            key = bytes(_LONGEST + 1)
+        if len(key) <= _LONGEST:
+            self._key = key
+        self.messages = None if self._key is None else _known.find(self._key)
+
+    def keep(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        """Remember what it was read as."""
+        return messages if self._key is None else _known.get(self._key, lambda: messages)
 
 
 def read_call(name: Any, arguments: Any, id: Any, where: str) -> ToolCall:
@@ -342,8 +347,9 @@ def read_call(name: Any, arguments: Any, id: Any, where: str) -> ToolCall:
     return ToolCall(name, arguments, id if isinstance(id, str) else "")
 
 
-def read_tool(tool: Mapping[str, Any], schema: str, where: str) -> ToolSpec:
-    """A tool that a client offers; `schema` is the field with its parameters."""
+def _read_tool(tool: Any, schema: str, where: str) -> ToolSpec:
+    if not isinstance(tool, dict):
+        raise bad(f"{where} has no 'function'", where)
     name, description = tool.get("name"), tool.get("description")
     parameters = tool.get(schema)
     if not isinstance(name, str) or not name:
@@ -354,10 +360,16 @@ def read_tool(tool: Mapping[str, Any], schema: str, where: str) -> ToolSpec:
 
 
 def read_tools(
-    body: Json, kinds: frozenset[str | None], read: Callable[[Json, str], ToolSpec], place: str
+    body: Json,
+    kinds: frozenset[str | None],
+    place: str,
+    *,
+    schema: str = "parameters",
+    inner: str | None = None,
 ) -> tuple[tuple[ToolSpec, ...], tuple[str, ...]]:
     """The tools that a client offers, and the names of those that are left out.
 
+    `schema` is the field with a tool's parameters, `inner` the one that holds the tool, if any does.
     Tools of other kinds than these are run by the API's own servers, or have a form that is not written out: a
     model that was not trained for them cannot call them. To be told to call one of them is an error.
     """
@@ -365,7 +377,8 @@ def read_tools(
     left_out: list[str] = []
     for number, tool in enumerate(list_field(body, "tools", MOST_TOOLS)):
         if tool.get("type") in kinds:
-            tools.append(read(tool, place.format(number)))
+            found = tool if inner is None else tool.get(inner)
+            tools.append(_read_tool(found, schema, place.format(number)))
             continue
         kind, name = str(tool.get("type")), tool.get("name")
         left_out.append(kind if name in (None, kind) else f"{kind}:{name}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import count
 
-from ludus.core.messages import Json, Message, ToolSpec
+from ludus.core.messages import Json, Message
 from ludus.serve.model.chat import ASKED, MORE, error
 from ludus.serve.model.requests import (
     Dialect,
@@ -22,7 +22,6 @@ from ludus.serve.model.requests import (
     number_field,
     read_call,
     read_content,
-    read_tool,
     read_tools,
     stream_options,
     text_field,
@@ -47,7 +46,7 @@ def parse(body: Json) -> ModelRequest:
         )
     stream_options(body, "include_obfuscation")
     messages, places = _messages(body)
-    tools, left_out = read_tools(body, frozenset({"function"}), _tool, "tools[{}]")
+    tools, left_out = read_tools(body, frozenset({"function"}), "tools[{}]")
     if not messages:
         raise bad("'input' must be a text or a list of items", "input")
     return ModelRequest(
@@ -109,10 +108,6 @@ def _add(found: list[Message], item: Json, where: str) -> None:
     if media and role != "user":
         raise bad(f"{where} holds an image, which is for messages of users and results", where)
     found.append(Message(role, text, media=media))  # type: ignore[arg-type]
-
-
-def _tool(tool: Json, where: str) -> ToolSpec:
-    return read_tool(tool, "parameters", where)
 
 
 def body(request: ModelRequest, replies: Sequence[ModelReply]) -> Json:

@@ -26,14 +26,14 @@ from ludus.core.messages import Json
 from ludus.core.strict_json import BadJson, read_object
 from ludus.rewards.scores import MOST_REWARD
 from ludus.rollouts.recorder import BudgetUsedUp
-from ludus.serve.admission import RequestError
-from ludus.serve.app import HttpApi, bearer_token, beside_the_loop, json_response
+from ludus.serve.admission import RequestError, Running
+from ludus.serve.app import AppServer, HttpApi
+from ludus.serve.http import bearer_token, beside_the_loop, json_response
 from ludus.serve.model.anthropic import ANTHROPIC
 from ludus.serve.model.chat import CHAT
 from ludus.serve.model.requests import ApiError, Dialect, ModelReply, ModelRequest, bad
 from ludus.serve.model.responses import RESPONSES
 from ludus.serve.model.streams import EventResponse, EventStream, LiveReplies
-from ludus.serve.server import AppServer
 from ludus.serve.service import ServerConfig
 from ludus.serve.telemetry import CONTENT_TYPE, ModelMetrics
 from ludus.tools.wire import ErrorKind
@@ -68,28 +68,36 @@ class Forwarded:
     body: bytes
 
 
+class ModelCaller(Protocol):
+    """What a key gives access to: a served checkpoint, or one episode."""
+
+    @property
+    def models(self) -> Sequence[str]:
+        """The names of the models that may be asked for."""
+
+    async def complete(
+        self, request: ModelRequest, incoming: Incoming, live: LiveReplies | None = None
+    ) -> Sequence[ModelReply] | Forwarded:
+        """The replies to a request. `live` gets the feeds of their tokens while they are sampled."""
+
+    async def count_tokens(self, request: ModelRequest) -> int:
+        """How many tokens the model would read."""
+
+    def report(self, body: Json) -> None:
+        """Note a reward or an answer."""
+
+
 class ModelService(Protocol):
-    """Authorization and replies of a model server. A caller is the result of `authorize`."""
+    """The callers of a model server, by their keys."""
 
     @property
     def metrics(self) -> ModelMetrics: ...
 
-    async def authorize(self, request: web.Request, key: str) -> Any:
+    async def authorize(self, request: web.Request, key: str) -> ModelCaller:
         """The caller with this key; `ApiError` or `RequestError` for an unknown key."""
 
-    def models(self, caller: Any) -> Sequence[str]:
-        """The names of the models that may be asked for."""
-
-    async def complete(
-        self, caller: Any, request: ModelRequest, incoming: Incoming, live: LiveReplies | None = None
-    ) -> Sequence[ModelReply] | Forwarded:
-        """The replies to a request. `live` gets the feeds of their tokens while they are sampled."""
-
-    async def count_tokens(self, caller: Any, request: ModelRequest) -> int:
-        """How many tokens the model would read."""
-
-    def reward(self, caller: Any, body: Json) -> None:
-        """Note a reward."""
+    def check_reader(self, request: web.Request, key: str) -> None:
+        """Refuse those who may not read the metrics."""
 
     async def close(self) -> None:
         """End what still runs."""
@@ -108,7 +116,7 @@ class ModelServer(AppServer):
     async def drain_and_stop(self) -> None:
         """Let requests finish within `drain_seconds`; close connections and the service."""
         self._api.is_draining = True
-        await self._api.finish()
+        await self._api.running.ended(self._config.drain_seconds)
         await self._service.close()
         await self._hang_up()
 
@@ -118,11 +126,11 @@ class ModelApi(HttpApi):
 
     def __init__(self, service: ModelService, config: ServerConfig) -> None:
         super().__init__(config)
-        self._service = service
+        self._service, self.running = service, Running()
         self._started = time.monotonic()
         self._version = __version__
         self.is_draining = False
-        service.metrics.watch("running", "Requests that wait for a reply.", lambda: self._running)
+        service.metrics.watch("running", "Requests that wait for a reply.", lambda: self.running.count)
 
     def routes(self) -> Iterable[web.RouteDef]:
         return [
@@ -161,10 +169,10 @@ class ModelApi(HttpApi):
             retries.isdecimal() and int(retries) > 0,
             _reward_header(request),
         )
-        with self.working():
+        with self.running:
             if asked.stream:
                 return await self._stream(request, dialect, caller, asked, incoming)
-            replies = await self._service.complete(caller, asked, incoming)
+            replies = await caller.complete(asked, incoming)
         if isinstance(replies, Forwarded):
             return _forwarded(replies)
         self._note(dialect, replies, started)
@@ -174,7 +182,7 @@ class ModelApi(HttpApi):
 
     async def _asked(self, request: web.Request, dialect: Dialect) -> tuple[bytearray, ModelRequest]:
         """The body, and what it asks for."""
-        data = await self.body(request)
+        data = await self.bodies.read(request)
         parsed = await beside_the_loop(len(data), lambda: dialect.parse(_json(data)))
         return data, replace(parsed, size=len(data))
 
@@ -182,7 +190,7 @@ class ModelApi(HttpApi):
         self,
         request: web.Request,
         dialect: Dialect,
-        caller: Any,
+        caller: ModelCaller,
         asked: ModelRequest,
         incoming: Incoming,
     ) -> web.StreamResponse:
@@ -190,7 +198,7 @@ class ModelApi(HttpApi):
         started = time.perf_counter()
         live = LiveReplies(asked, dialect)
         stream = EventStream(request, self._config.client_seconds, _left_out(asked))
-        task = asyncio.create_task(self._service.complete(caller, asked, incoming, live))
+        task = asyncio.create_task(caller.complete(asked, incoming, live))
         try:
             await stream.follow(live, task)
             replies = await task
@@ -228,23 +236,22 @@ class ModelApi(HttpApi):
     async def _count(self, request: web.Request) -> web.Response:
         caller = await self._authorize(request)
         _, asked = await self._asked(request, ANTHROPIC)
-        return json_response({"input_tokens": await self._service.count_tokens(caller, asked)})
+        return json_response({"input_tokens": await caller.count_tokens(asked)})
 
     async def _reward(self, request: web.Request) -> web.Response:
         caller = await self._authorize(request)
-        data = await self.body(request)
-        self._service.reward(caller, _json(data))
+        caller.report(_json(await self.bodies.read(request)))
         return json_response({"ok": True})
 
     async def _models(self, request: web.Request) -> web.Response:
-        names = self._service.models(await self._authorize(request))
+        names = (await self._authorize(request)).models
         listed = [_model(name) for name in names]
         ends = {"first_id": names[0], "last_id": names[-1]} if names else {}
         return json_response({"object": "list", "data": listed, "has_more": False, **ends})
 
     async def _model(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
-        known = self._service.models(await self._authorize(request))
+        known = (await self._authorize(request)).models
         if name not in known:
             raise unknown_model(name, known)
         return json_response(_model(name))
@@ -254,24 +261,26 @@ class ModelApi(HttpApi):
             "status": "draining" if self.is_draining else "ok",
             "version": self._version,
             "uptime": round(time.monotonic() - self._started, 3),
-            "running": self._running,
+            "running": self.running.count,
         }
         is_ready = request.path == "/healthz" or not self.is_draining
         return json_response(body, 200 if is_ready else 503)
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        await self._authorize(request)
+        self._service.check_reader(request, self._key(request))
         return web.Response(body=self._service.metrics.page(), headers={"Content-Type": CONTENT_TYPE})
 
     async def _unknown(self, request: web.Request) -> web.Response:
         served = "POST /v1/chat/completions, /v1/responses, /v1/messages; GET /v1/models"
         raise ApiError(404, f"there is no {request.method} {request.path[:200]}; there are {served}")
 
-    async def _authorize(self, request: web.Request) -> Any:
+    def _key(self, request: web.Request) -> str:
         if self.is_draining:
             raise ApiError(503, "this server is being stopped", retry_after=1.0)
-        key = bearer_token(request.headers) or request.headers.get("x-api-key", "")
-        return await self._service.authorize(request, key)
+        return bearer_token(request.headers) or request.headers.get("x-api-key", "")
+
+    async def _authorize(self, request: web.Request) -> ModelCaller:
+        return await self._service.authorize(request, self._key(request))
 
 
 def _dialect(request: web.Request) -> Dialect:
