@@ -11,8 +11,7 @@ import functools
 import hmac
 import math
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -69,18 +68,6 @@ class Bodies:
         if (share := _share.get()) is not None:
             share.release()
             _share.set(None)
-
-
-async def send_pieces(
-    request: web.Request, answer: web.StreamResponse, seconds: float, pieces: AsyncIterator[bytes]
-) -> web.StreamResponse:
-    """Send pieces as they come; a client that takes nothing for so many seconds is disconnected."""
-    await answer.prepare(request)
-    with suppress(ConnectionAbortedError):
-        async for piece in pieces:
-            await taken(request, seconds, answer.write(piece))
-        await taken(request, seconds, answer.write_eof())
-    return answer
 
 
 async def taken(request: web.Request, seconds: float, writing: Awaitable[None]) -> None:

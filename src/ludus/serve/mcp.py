@@ -77,15 +77,11 @@ class AgentSessions:
         self._sessions: dict[str, AgentSession] = {}
         self._count = 0
 
-    @property
-    def has_envs(self) -> bool:
-        return bool(self._tasks)
-
     async def list(self, id: str) -> list[ToolSpec]:
         """The session's current tools."""
         async with self._used(id) as context:
             found = list(await self._host.list(context))
-        if self.has_envs:
+        if self._tasks:
             schema = {"type": "object", "properties": _ABOUT, "required": ["number"]}
             about = f"Begin a task from its start: 0 to {len(self._tasks) - 1}. What was done before is gone."
             found.append(ToolSpec(BEGIN, about, schema))
@@ -93,7 +89,7 @@ class AgentSessions:
 
     async def call(self, id: str, name: str, arguments: Json) -> ToolResult:
         """Run one call; a mistake of the caller's is a result with a fault."""
-        if name == BEGIN and self.has_envs:
+        if name == BEGIN and self._tasks:
             return await self._begin(id, arguments)
         async with self._used(id) as context:
             return await self._host.call(ToolCall(name, arguments), context)
@@ -157,10 +153,9 @@ class AgentSessions:
                 await self._host.open(context)
                 session.context = context
                 seen = await self._host.ask("opened", context, {})
-        told = [message.content for message in task.messages]
         shown = [observation_from_json(one) for one in seen.values()]
-        told += [one.text for one in shown]
-        media = tuple(one for seen_now in shown for one in seen_now.media)
+        told = [*(message.content for message in task.messages), *(one.text for one in shown)]
+        media = tuple(one for observation in shown for one in observation.media)
         return ToolResult("\n\n".join(text for text in told if text), media=media)
 
 
@@ -170,8 +165,10 @@ def make_mcp_server(sessions: AgentSessions, name: str = "ludus") -> Server[Any]
     async def list_tools(
         context: ServerRequestContext[Any], params: types.PaginatedRequestParams | None
     ) -> types.ListToolsResult:
-        with _failures():
+        try:
             specs = await sessions.list(_session_id(context))
+        except (InfraError, ConfigError) as error:
+            raise MCPError(types.INTERNAL_ERROR, str(error)) from error
         return types.ListToolsResult(tools=[
             types.Tool(name=spec.name, description=spec.description, input_schema=spec.parameters)
             for spec in specs
@@ -194,17 +191,6 @@ def make_mcp_server(sessions: AgentSessions, name: str = "ludus") -> Server[Any]
         return _answer(result)
 
     return Server(name, on_list_tools=list_tools, on_call_tool=call_tool)
-
-
-class _failures:  # noqa: N801 - reads as a block
-    """Infrastructure failures as errors of the protocol."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, InfraError | ConfigError):
-            raise MCPError(types.INTERNAL_ERROR, str(error)) from error
 
 
 def _session_id(context: ServerRequestContext[Any]) -> str:

@@ -175,19 +175,6 @@ def openapi_document(version: str) -> Json:
 
 
 def _operation(endpoint: Endpoint) -> Json:
-    operation: Json = {
-        "operationId": endpoint.name,
-        "summary": endpoint.summary,
-        "parameters": _parameters(endpoint),
-        "responses": _responses(endpoint),
-        "security": [] if endpoint.is_open else [{"token": []}, {}],
-    }
-    if endpoint.body is not None:
-        operation["requestBody"] = {"required": True, "content": _json_content(endpoint.body)}
-    return operation
-
-
-def _parameters(endpoint: Endpoint) -> list[Json]:
     parameters: list[Json] = [
         {"name": name, "in": "path", "required": True, "schema": _KEY_SCHEMA}
         for name in re.findall(r"{(\w+)}", endpoint.path)
@@ -195,7 +182,16 @@ def _parameters(endpoint: Endpoint) -> list[Json]:
     if endpoint.has_deadline:
         schema = {"type": "integer", "minimum": 0, "maximum": MOST_MILLISECONDS}
         parameters.append({"name": DEADLINE_HEADER, "in": "header", "required": False, "schema": schema})
-    return parameters
+    operation: Json = {
+        "operationId": endpoint.name,
+        "summary": endpoint.summary,
+        "parameters": parameters,
+        "responses": _responses(endpoint),
+        "security": [] if endpoint.is_open else [{"token": []}, {}],
+    }
+    if endpoint.body is not None:
+        operation["requestBody"] = {"required": True, "content": _json_content(endpoint.body)}
+    return operation
 
 
 def _responses(endpoint: Endpoint) -> Json:

@@ -116,26 +116,25 @@ class IdempotencyCache:
 
     def __init__(self, keep_seconds: float, keep_calls: int, keep_bytes: int) -> None:
         self._keep_seconds, self._keep_calls, self._keep_bytes = keep_seconds, keep_calls, keep_bytes
-        self._running: dict[Name, CallRecord] = {}
+        self.running: dict[Name, CallRecord] = {}
         self._finished: OrderedDict[Name, CallRecord] = OrderedDict()
         self._size = 0
         self._forgotten_until = float("-inf")
 
     @property
-    def running(self) -> list[asyncio.Task[tuple[CallOutcome, bool]]]:
-        return [entry.task for entry in self._running.values() if entry.task is not None]
-
-    def running_call(self, session: str, key: str) -> CallRecord | None:
-        return self._running.get((session, key))
+    def tasks(self) -> list[asyncio.Task[tuple[CallOutcome, bool]]]:
+        return [entry.task for entry in self.running.values() if entry.task is not None]
 
     def __len__(self) -> int:
         return len(self._finished)
 
     def find(self, session: str, call: CallBody) -> CallRecord | None:
         """The call with this key, if any; a `RequestError` when that key stood for something else."""
-        self._forget_old()
+        oldest = _now() - self._keep_seconds
+        while self._finished and next(iter(self._finished.values())).finished < oldest:
+            self._forget_first()
         name = (session, call.key)
-        entry = self._running.get(name) or self._finished.get(name)
+        entry = self.running.get(name) or self._finished.get(name)
         if entry is not None and entry.fingerprint != fingerprint(call):
             message = f"the key {call.key!r} was used for a different call; a key is for one call only"
             raise RequestError(ErrorKind.KEY_REUSED, message)
@@ -150,7 +149,7 @@ class IdempotencyCache:
     ) -> CallRecord:
         """Run `work` under this key. It returns the outcome, and whether that must be kept."""
         entry = CallRecord((session, call.key), fingerprint(call), _now())
-        self._running[entry.name] = entry
+        self.running[entry.name] = entry
         entry.task = asyncio.create_task(work)
         # By callback: a task that is cancelled before its first step runs none of its own code.
         entry.task.add_done_callback(lambda task: self._finish(entry, task))
@@ -166,7 +165,7 @@ class IdempotencyCache:
             entry.outcome, keep = RequestError(ErrorKind.FAILED, message, started=True), True
         else:
             entry.outcome, keep = task.result()
-        del self._running[entry.name]
+        del self.running[entry.name]
         entry.finished = _now()
         if keep:
             self._remember(entry)
@@ -175,8 +174,7 @@ class IdempotencyCache:
         entry.done = entry.task = None
 
     def _remember(self, entry: CallRecord) -> None:
-        outcome = entry.outcome
-        entry.size = 256
+        outcome, entry.size = entry.outcome, 256
         if isinstance(outcome, ToolResult):
             entry.size += sys.getsizeof(outcome.content)  # in memory: up to four bytes a character
             entry.size += sum(len(media.data or b"") for media in outcome.media)
@@ -185,11 +183,6 @@ class IdempotencyCache:
         while self._finished and (
             len(self._finished) > self._keep_calls or self._size > self._keep_bytes
         ):
-            self._forget_first()
-
-    def _forget_old(self) -> None:
-        oldest = _now() - self._keep_seconds
-        while self._finished and next(iter(self._finished.values())).finished < oldest:
             self._forget_first()
 
     def _forget_first(self) -> None:
@@ -225,7 +218,13 @@ class ToolService:
             host, self.admission, self.metrics, config.max_sessions, config.idle_seconds
         )
         self.draining = False
-        self._watch()
+        watch, health = self.metrics.watch, host.health
+        watch("running", "Calls that run now.", lambda: self.admission.running)
+        watch("waiting", "Calls that wait now.", lambda: self.admission.waiting)
+        watch("sessions", "Sessions that are open now.", lambda: len(self.sessions))
+        watch("remembered", "Finished calls that are remembered.", lambda: len(self.idempotency))
+        watch("workers_alive", "Workers that can take calls.", lambda: health().alive)
+        watch("workers_restarted", "Workers replaced since the start.", lambda: health().restarted)
 
     async def call(
         self, session: ServerSession | None, call: CallBody, deadline: float | None, share: ByteShare
@@ -248,7 +247,15 @@ class ToolService:
             self.metrics.refused.labels(error.kind.value).inc()
             log_call(scope, call.name, error, 0.0, 0.0)
             return error
-        await self._wait(entry)
+        if entry.done is not None:
+            entry.waiters += 1
+            try:
+                await entry.done.wait()
+            finally:
+                entry.waiters -= 1
+                if entry.waiters == 0 and entry.outcome is None:
+                    loop = asyncio.get_running_loop()
+                    loop.call_later(self._config.orphan_seconds, self._cancel_orphan, entry)
         assert entry.outcome is not None
         log_call(scope, call.name, entry.outcome, entry.queue_seconds, entry.seconds)
         return entry.outcome
@@ -300,7 +307,7 @@ class ToolService:
 
     def cancel(self, session: str, key: str) -> bool:
         """Cancel a running call; returns whether there was one."""
-        entry = self.idempotency.running_call(session, key)
+        entry = self.idempotency.running.get((session, key))
         if entry is None or entry.task is None:
             return False
         self.metrics.cancelled.labels("asked").inc()
@@ -315,9 +322,9 @@ class ToolService:
     async def drain(self) -> None:
         """Refuse new calls, let running ones finish within `drain_seconds`, and close all sessions."""
         self.draining = True
-        if running := self.idempotency.running:
+        if running := self.idempotency.tasks:
             await asyncio.wait(running, timeout=self._config.drain_seconds)
-        left = self.idempotency.running
+        left = self.idempotency.tasks
         for task in left:
             self.metrics.cancelled.labels("drain").inc()
             task.cancel()
@@ -397,8 +404,7 @@ class ToolService:
     def _ended(
         self, entry: CallRecord, ticket: Ticket, session: ServerSession | None, tool: str
     ) -> None:
-        now = asyncio.get_running_loop().time()
-        entry.queue_seconds = ticket.queue_seconds
+        now, entry.queue_seconds = _now(), ticket.queue_seconds
         entry.seconds = max(0.0, now - ticket.arrived - entry.queue_seconds)
         started = ticket.started is not None
         ticket.leave()
@@ -410,18 +416,6 @@ class ToolService:
         if started:
             self.metrics.seconds.labels(label).observe(entry.seconds)
 
-    async def _wait(self, entry: CallRecord) -> None:
-        if entry.done is None:
-            return
-        entry.waiters += 1
-        try:
-            await entry.done.wait()
-        finally:
-            entry.waiters -= 1
-            if entry.waiters == 0 and entry.outcome is None:
-                loop = asyncio.get_running_loop()
-                loop.call_later(self._config.orphan_seconds, self._cancel_orphan, entry)
-
     def _cancel_orphan(self, entry: CallRecord) -> None:
         if entry.waiters == 0 and entry.task is not None and entry.outcome is None:
             self.metrics.cancelled.labels("orphan").inc()
@@ -430,12 +424,3 @@ class ToolService:
     def _label(self, tool: str) -> str:
         """Metric labels are for existing tools only: clients must not be able to create any number of them."""
         return tool if tool in self.facts else "(unknown)"
-
-    def _watch(self) -> None:
-        watch, health = self.metrics.watch, self.host.health
-        watch("running", "Calls that run now.", lambda: self.admission.running)
-        watch("waiting", "Calls that wait now.", lambda: self.admission.waiting)
-        watch("sessions", "Sessions that are open now.", lambda: len(self.sessions))
-        watch("remembered", "Finished calls that are remembered.", lambda: len(self.idempotency))
-        watch("workers_alive", "Workers that can take calls.", lambda: health().alive)
-        watch("workers_restarted", "Workers replaced since the start.", lambda: health().restarted)

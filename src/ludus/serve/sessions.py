@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -89,7 +90,9 @@ class ServerSessions:
             message = f"the session {body.session!r} belongs to another episode"
             raise RequestError(ErrorKind.KEY_REUSED, message)
         if session.opening is not None:
-            await self._joined(session.opening, _patience(deadline))
+            # a request to open has to be answered before its own deadline
+            left = math.inf if deadline is None else 0.8 * max(0.0, deadline - _now())
+            await self._joined(session.opening, min(_OPEN_SECONDS, left))
         if session.closing is not None:
             raise RequestError(
                 ErrorKind.SESSION_UNKNOWN, f"the session {body.session!r} is being closed"
@@ -229,11 +232,6 @@ class ServerSessions:
     def _forget(self, session: ServerSession) -> None:
         self._sessions.pop(session.id, None)
         self._episodes.discard(session.context.episode)
-
-
-def _patience(deadline: float | None) -> float:
-    """How long a request to open waits: it has to be answered before its own deadline."""
-    return _OPEN_SECONDS if deadline is None else min(_OPEN_SECONDS, 0.8 * max(0.0, deadline - _now()))
 
 
 def _now() -> float:

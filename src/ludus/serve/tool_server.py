@@ -11,6 +11,7 @@ import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterable
+from contextlib import suppress
 from typing import TypeVar
 
 from aiohttp import web
@@ -28,7 +29,7 @@ from ludus.serve.http import (
     check_token,
     held_share,
     json_response,
-    send_pieces,
+    taken,
     too_large,
 )
 from ludus.serve.openapi import ENDPOINTS, MOST_MILLISECONDS, docs_page, openapi_document
@@ -67,10 +68,6 @@ def _error_response(error: RequestError) -> web.Response:
     return json_response({"error": error.body()}, error.kind.status, retry_after=error.retry_after)
 
 
-def _ndjson() -> web.StreamResponse:
-    return web.StreamResponse(headers={"Content-Type": STREAM_TYPE})
-
-
 async def _result_lines(result: ToolResult) -> AsyncIterator[bytes]:
     """A header with everything but the content, the content in pieces, and its length at the end."""
     yield dump({"result": result_to_json(result, content=False)}) + b"\n"
@@ -94,8 +91,7 @@ class ToolApi(HttpApi):
         super().__init__(config)
         self._service, self._token = service, token
         self._started = time.monotonic()
-        self._version = __version__
-        document = openapi_document(self._version)
+        document = openapi_document(__version__)
         self._document, self._page = dump(document), docs_page(document)
         self._requests = 0
 
@@ -107,7 +103,11 @@ class ToolApi(HttpApi):
 
     def application(self) -> web.Application:
         app = super().application()
-        app.on_response_prepare.append(self._sign)
+
+        async def sign(request: web.Request, response: web.StreamResponse) -> None:
+            response.headers[INSTANCE_HEADER] = self._service.instance
+
+        app.on_response_prepare.append(sign)
         return app
 
     def admit(self, request: web.Request) -> None:
@@ -120,8 +120,20 @@ class ToolApi(HttpApi):
         if isinstance(error, RequestError):
             self._service.metrics.refused.labels(error.kind.value).inc()
             return _error_response(error)
-        if isinstance(error, web.HTTPException):
-            return _translated(error, self._config.max_body_bytes)
+        match error:  # of aiohttp itself
+            case web.HTTPRequestEntityTooLarge():
+                return _error_response(too_large(self._config.max_body_bytes))
+            case web.HTTPNotFound():
+                message = "there is no such path; see /docs"
+                return _error_response(RequestError(ErrorKind.NOT_FOUND, message))
+            case web.HTTPMethodNotAllowed():
+                message = "no such method here; see /docs"
+                answer = _error_response(RequestError(ErrorKind.METHOD_NOT_ALLOWED, message))
+                answer.headers["Allow"] = error.headers.get("Allow", "")
+                return answer
+            case web.HTTPException():
+                message = error.reason or "bad request"
+                return _error_response(RequestError(ErrorKind.BAD_REQUEST, message))
         return None
 
     def answered(self, request: web.Request, answer: web.StreamResponse, seconds: float) -> None:
@@ -207,7 +219,7 @@ class ToolApi(HttpApi):
                     for next_done in asyncio.as_completed(tasks):
                         yield dump(await next_done) + b"\n"
 
-                return await send_pieces(request, _ndjson(), self._config.client_seconds, lines())
+                return await self._send_lines(request, lines())
             return json_response({"outcomes": await asyncio.gather(*tasks)})
         finally:
             for task in tasks:
@@ -241,15 +253,24 @@ class ToolApi(HttpApi):
             return {"key": call.key, "result": result_to_json(outcome), "error": None}
         return {"key": call.key, "result": None, "error": outcome.body()}
 
+    async def _send_lines(self, request: web.Request, lines: AsyncIterator[bytes]) -> web.StreamResponse:
+        """Send lines as they come; a client that takes nothing for `client_seconds` is disconnected."""
+        answer = web.StreamResponse(headers={"Content-Type": STREAM_TYPE})
+        seconds = self._config.client_seconds
+        await answer.prepare(request)
+        with suppress(ConnectionAbortedError):
+            async for line in lines:
+                await taken(request, seconds, answer.write(line))
+            await taken(request, seconds, answer.write_eof())
+        return answer
+
     async def _outcome(self, request: web.Request, outcome: CallOutcome) -> web.StreamResponse:
         """A result, whole or streamed, depending on `Accept` and its length."""
         if isinstance(outcome, RequestError):
             return _error_response(outcome)
         reads_json, reads_stream = _accepted(request)
         if reads_stream and (not reads_json or len(outcome.content) > self._config.stream_chars):
-            return await send_pieces(
-                request, _ndjson(), self._config.client_seconds, _result_lines(outcome)
-            )
+            return await self._send_lines(request, _result_lines(outcome))
         return json_response(result_to_json(outcome))
 
     async def _described(self, session: ServerSession) -> Json:
@@ -267,7 +288,7 @@ class ToolApi(HttpApi):
         return {
             "status": "draining" if service.draining else "ok",
             "instance": service.instance,
-            "version": self._version,
+            "version": __version__,
             "uptime": round(time.monotonic() - self._started, 3),
             "sessions": len(service.sessions),
             "running": service.admission.running,
@@ -284,9 +305,6 @@ class ToolApi(HttpApi):
             return await beside_the_loop(len(data), model.model_validate_json, data)
         except ValidationError as error:
             raise RequestError(ErrorKind.BAD_REQUEST, explained(error)) from None
-
-    async def _sign(self, request: web.Request, response: web.StreamResponse) -> None:
-        response.headers[INSTANCE_HEADER] = self._service.instance
 
 
 class ToolServer(AppServer):
@@ -306,7 +324,14 @@ class ToolServer(AppServer):
         config = self._config
         try:
             facts = {one.spec.name: one for one in await self._host.start()}
-            self._check_limits(list(facts))
+            for name, limit in config.tool_concurrency.items():
+                if name not in facts:
+                    known = ", ".join(sorted(facts))
+                    raise ConfigError(
+                        f"a limit is set for {name!r}, which is no tool here; there are {known}"
+                    )
+                if limit < 1:
+                    raise ConfigError(f"the limit of {name!r} must be at least 1, not {limit}")
             self.service = ToolService(self._host, facts, config)
             address = await self._listen(ToolApi(self.service, config, self._token))
         except BaseException:
@@ -327,31 +352,6 @@ class ToolServer(AppServer):
             await asyncio.wait((self._sweeper,))
         await self._hang_up()
         await self._host.stop()
-
-    def _check_limits(self, tools: list[str]) -> None:
-        for name, limit in self._config.tool_concurrency.items():
-            if name not in tools:
-                known = ", ".join(sorted(tools))
-                raise ConfigError(
-                    f"a limit is set for {name!r}, which is no tool here; there are {known}"
-                )
-            if limit < 1:
-                raise ConfigError(f"the limit of {name!r} must be at least 1, not {limit}")
-
-
-def _translated(error: web.HTTPException, max_body_bytes: int) -> web.Response:
-    """An error of aiohttp itself as a `RequestError` response."""
-    if error.status == 413:
-        return _error_response(too_large(max_body_bytes))
-    kind, message = ErrorKind.BAD_REQUEST, error.reason or "bad request"
-    if error.status == 404:
-        kind, message = ErrorKind.NOT_FOUND, "there is no such path; see /docs"
-    elif error.status == 405:
-        kind, message = ErrorKind.METHOD_NOT_ALLOWED, "no such method here; see /docs"
-    answer = _error_response(RequestError(kind, message))
-    if error.status == 405:
-        answer.headers["Allow"] = error.headers.get("Allow", "")
-    return answer
 
 
 def _key(request: web.Request, name: str) -> str:

@@ -49,6 +49,8 @@ from ludus.serve.model.streams import LiveReplies
 from ludus.serve.telemetry import ModelMetrics
 
 log = logging.getLogger(__name__)
+_noted: set[tuple[Any, float]] = set()
+"""Temperatures, asked for and used, that were logged."""
 
 TRAINED, FROZEN = "trained", "frozen"
 ANY = "*"
@@ -154,7 +156,12 @@ class EpisodeSession:
         if running is None or not is_same:
             self._check(request)
             tree = self.tree if route == TRAINED else self._frozen_tree(request.model)
-            self._header_reward(request, incoming)
+            if incoming.reward is not None:
+                self._check_takes_rewards()
+                turn_id = self.tree.last_turn_of(request.messages, request.tools)
+                if turn_id is None:
+                    raise bad("a reward came with a conversation that holds no reply of this episode")
+                self._turn_rewards[turn_id] = incoming.reward
             feed = None if live is None else TokenFeed()
             running = _Sampling(asyncio.create_task(self._sample(tree, request, feed)), tree, feed)
             self._sampling[incoming.digest] = running
@@ -233,7 +240,13 @@ class EpisodeSession:
                 )
         if asked.get("temperature", self._temperature) != self._temperature:
             self.counts["temperature_overridden"] += 1
-            _note_temperature(asked["temperature"], self._temperature)
+            pair = asked["temperature"], self._temperature
+            if pair not in _noted and len(_noted) < 100:
+                _noted.add(pair)
+                log.warning(
+                    "the agent asks for temperature %s; the recipe's, %s, is used, which is trained",
+                    *pair,
+                )
 
     def _frozen_tree(self, name: str) -> MessageTree:
         """What a frozen name says is sampled from the policy and recorded nowhere."""
@@ -296,15 +309,6 @@ class EpisodeSession:
     def _check_takes_rewards(self) -> None:
         if not self.takes_rewards:
             raise ApiError(403, NO_REWARDS, code="rewards_not_taken")
-
-    def _header_reward(self, request: ModelRequest, incoming: Incoming) -> None:
-        if incoming.reward is None:
-            return
-        self._check_takes_rewards()
-        turn = self.tree.last_turn_of(request.messages, request.tools)
-        if turn is None:
-            raise bad("a reward came with a conversation that holds no reply of this episode")
-        self._turn_rewards[turn] = incoming.reward
 
     # The end
 
@@ -393,20 +397,6 @@ def check_models(models: Mapping[str, str]) -> None:
             )
     if models and TRAINED not in models.values():
         raise ConfigError('agent.program.models trains none of them: set one to "trained"')
-
-
-_noted: set[tuple[Any, float]] = set()
-
-
-def _note_temperature(asked: Any, used: float) -> None:
-    """Once for each value."""
-    if (asked, used) not in _noted and len(_noted) < 100:
-        _noted.add((asked, used))
-        log.warning(
-            "the agent asks for temperature %s; the recipe's, %s, is used: it is the one that is trained",
-            asked,
-            used,
-        )
 
 
 # Which process a connection comes from: the kernel's table of sockets, and who holds which

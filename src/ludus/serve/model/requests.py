@@ -21,6 +21,8 @@ from ludus.core.tokenizer import ImageTokens
 from ludus.serve.admission import WorkBudget
 
 log = logging.getLogger(__name__)
+_noted: set[str] = set()
+"""Kinds of tools whose absence was logged."""
 
 MOST_STOPS = 16
 LONG = 20_000
@@ -382,7 +384,12 @@ def read_tools(
             continue
         kind, name = str(tool.get("type")), tool.get("name")
         left_out.append(kind if name in (None, kind) else f"{kind}:{name}")
-        _note_left_out(kind)
+        if kind not in _noted and len(_noted) < 100:
+            _noted.add(kind)
+            log.warning(
+                "tools of type %.80r are left out of prompts: the model cannot call them, only functions",
+                kind,
+            )
     names = [tool.name for tool in tools]
     if len(set(names)) < len(names):
         raise bad("two tools have the same name", "tools")
@@ -407,19 +414,6 @@ def _check_choice(choice: Any, names: Sequence[str], left_out: Sequence[str]) ->
         raise bad(
             f"'tool_choice' asks for {name or kind!r:.80}, which cannot be called here: only functions can",
             "tool_choice",
-        )
-
-
-_noted: set[str] = set()
-
-
-def _note_left_out(kind: str) -> None:
-    """Once for each kind."""
-    if kind not in _noted and len(_noted) < 100:
-        _noted.add(kind)
-        log.warning(
-            "tools of type %.80r are left out of prompts: the model cannot call them, only functions",
-            kind,
         )
 
 

@@ -67,6 +67,9 @@ class Forwarded:
     content_type: str
     body: bytes
 
+    def response(self) -> web.Response:
+        return web.Response(body=self.body, status=self.status, content_type=self.content_type)
+
 
 class ModelCaller(Protocol):
     """What a key gives access to: a served checkpoint, or one episode."""
@@ -128,7 +131,6 @@ class ModelApi(HttpApi):
         super().__init__(config)
         self._service, self.running = service, Running()
         self._started = time.monotonic()
-        self._version = __version__
         self.is_draining = False
         service.metrics.watch("running", "Requests that wait for a reply.", lambda: self.running.count)
 
@@ -167,14 +169,16 @@ class ModelApi(HttpApi):
             request.path,
             blake2b(request.path.encode() + b"\n" + data, digest_size=16).digest(),
             retries.isdecimal() and int(retries) > 0,
-            _reward_header(request),
+            None
+            if (text := request.headers.get(REWARD_HEADER)) is None
+            else reward_number(text, REWARD_HEADER, is_text=True),
         )
         with self.running:
             if asked.stream:
                 return await self._stream(request, dialect, caller, asked, incoming)
             replies = await caller.complete(asked, incoming)
         if isinstance(replies, Forwarded):
-            return _forwarded(replies)
+            return replies.response()
         self._note(dialect, replies, started)
         response = json_response(dialect.body(asked, replies))
         response.headers.update(_left_out(asked))
@@ -204,7 +208,7 @@ class ModelApi(HttpApi):
             replies = await task
             if isinstance(replies, Forwarded):
                 if not stream.has_begun:
-                    return _forwarded(replies)
+                    return replies.response()
                 await stream.send(replies.body)
                 return stream.response
             self._note(dialect, replies, started)
@@ -259,7 +263,7 @@ class ModelApi(HttpApi):
     async def _healthz(self, request: web.Request) -> web.Response:
         body = {
             "status": "draining" if self.is_draining else "ok",
-            "version": self._version,
+            "version": __version__,
             "uptime": round(time.monotonic() - self._started, 3),
             "running": self.running.count,
         }
@@ -331,20 +335,11 @@ def _left_out(asked: ModelRequest) -> dict[str, str]:
     return {LEFT_OUT_HEADER: named} if named else {}
 
 
-def _forwarded(answer: Forwarded) -> web.Response:
-    return web.Response(body=answer.body, status=answer.status, content_type=answer.content_type)
-
-
 def _json(data: bytearray) -> Json:
     try:
         return read_object(data)
     except BadJson as error:
         raise bad(f"the body cannot be read: {error}") from None
-
-
-def _reward_header(request: web.Request) -> float | None:
-    text = request.headers.get(REWARD_HEADER)
-    return None if text is None else reward_number(text, REWARD_HEADER, is_text=True)
 
 
 def reward_number(value: Any, name: str, *, is_text: bool = False) -> float:
@@ -355,9 +350,7 @@ def reward_number(value: Any, name: str, *, is_text: bool = False) -> float:
         number = math.nan
     if isinstance(value, bool) or isinstance(value, str) != is_text or not abs(number) <= MOST_REWARD:
         bounds = f"between {-MOST_REWARD:,.0f} and {MOST_REWARD:,.0f}"
-        raise bad(f"{name} must be a number {bounds}, not {_shown(value)}", name)
+        is_large = isinstance(value, int) and not isinstance(value, bool)
+        shown = "a larger one" if is_large else f"{value!r:.40}"
+        raise bad(f"{name} must be a number {bounds}, not {shown}", name)
     return number
-
-
-def _shown(value: Any) -> str:
-    return "a larger one" if isinstance(value, int) and not isinstance(value, bool) else f"{value!r:.40}"
