@@ -113,7 +113,7 @@ def _filled(outcome: Outcome, rows: list[dict[str, Any]], recipe: Recipe) -> Out
     before = [row["eval/success"] for row in rows[:first_rl] if "eval/success" in row]
     after = [row["eval/success"] for row in rows[first_rl:] if "eval/success" in row]
     outcome.success["base"] = before[0]
-    if recipe.warm_start is not None:
+    if recipe.stages[0].kind == "sft":
         outcome.success["after the warm start"] = before[-1]
     if after:
         outcome.success["after RL"] = after[-1]

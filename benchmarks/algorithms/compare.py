@@ -36,11 +36,11 @@ CRITIC = {
     "warmup_steps": 2,
     "passes": 2,
 }
-PPO: dict[str, Any] = {"algorithm": "ppo", "critic": CRITIC, "options": {"lam": 0.95}}
+PPO: dict[str, Any] = {"algorithm": {"name": "ppo", "lam": 0.95}, "critic": CRITIC}
 
 RUNS: dict[str, dict[str, Any]] = {
     "GRPO": {"algorithm": "grpo"},
-    "Dr. GRPO": {"algorithm": "dr_grpo", "aggregation_options": {"length": 32}},
+    "Dr. GRPO": {"algorithm": "dr_grpo", "aggregation": {"length": 32}},
     "DAPO (refills, clip-higher)": {"algorithm": "dapo", "refill": {"rounds": 1}},
     "GSPO": {"algorithm": "gspo"},
     "CISPO": {"algorithm": "cispo"},

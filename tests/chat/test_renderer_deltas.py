@@ -508,9 +508,7 @@ class TestTools:
     )
     def test_a_format_in_which_no_tool_can_be_called_is_refused(self, format, caplog):
         renderer = Renderer(hf_tokenizer("chatml"), format)
-        with pytest.raises(
-            ConfigError, match=r"has no way to call lookup: say how in agent\.format_options"
-        ):
+        with pytest.raises(ConfigError, match=r"has no way to call lookup: say how in agent\.format"):
             renderer.bound([LOOKUP])
         assert not caplog.records
         python = ToolSpec(

@@ -80,7 +80,7 @@ class Shop(Env):
         return "Welcome."
 
 
-@tool(env=Shop, pool_size=2)
+@tool(env=Shop)
 def buy(env: Shop, title: str) -> str:
     """Buy a book.
 

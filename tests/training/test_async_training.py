@@ -105,7 +105,7 @@ def test_the_asynchronous_loop_without_slack_is_the_synchronous_one(
 @pytest.mark.parametrize(("staleness", "window"), [(1, 1), (2, 1), (1, 3)])
 def test_the_largest_lag_is_the_bound(tmp_path: Path, staleness: int, window: int) -> None:
     """Of the tokens themselves: by the versions that the engine noted while it sampled them."""
-    run = train(tmp_path / "run", staleness=staleness, staleness_window=window, steps=8)
+    run = train(tmp_path / "run", staleness={"steps": staleness, "window": window}, steps=8)
     rows = [row for row in run.metrics() if "lag_max" in row]
     bound = staleness + -(-(window - 1) // 2)
     assert len(rows) == 8 and max(row["lag_max"] for row in rows) <= bound
@@ -207,7 +207,9 @@ def test_a_hanging_episode_ends_the_run_with_its_name(tmp_path: Path) -> None:
 
     with pytest.raises(StalledError, match=r"for the groups of step .*task '3'"):
         ludus.train(
-            **settings(tmp_path, staleness=1, stall_seconds=1.0), **code(agent=Hanging()), progress=False
+            **settings(tmp_path, staleness={"steps": 1, "stall_seconds": 1.0}),
+            **code(agent=Hanging()),
+            progress=False,
         )
     assert "waited 1 s for the groups of step" in (tmp_path / "logs" / "ludus.log").read_text()
 
@@ -236,9 +238,9 @@ REPLAYED = {
     "plain": {"staleness": 2, "steps": 6},
     "sync": {"staleness": 0},
     "much": {
-        "staleness": 1, "algorithm": "ppo", "updates": 2, "stale_updates": True, "kl": 0.1,
-        "kl_control": {"target": 0.01, "horizon": 50}, "refill": {"rounds": 1}, "keep_attempts": 2,
-        "attempts": 4, "reference_sync": {"every": 2, "mixup_alpha": 0.5},
+        "staleness": {"steps": 1, "updates": True}, "algorithm": "ppo", "updates": 2,
+        "kl": {"weight": 0.1, "control": {"target": 0.01, "horizon": 50}}, "keep_attempts": 2,
+        "attempts": 4, "refill": {"rounds": 1}, "reference_sync": {"every": 2, "mixup_alpha": 0.5},
         "critic": {"warmup_steps": 1, "optimizer": {"learning_rate": 1e-2}},
         "broken": {"no_answer": "mask", "void_turn": -0.1},
     },

@@ -225,7 +225,7 @@ async def test_a_wait_that_takes_too_long_says_what_for(caplog: pytest.LogCaptur
         await train_all(playing)
     text = str(caught.value)
     assert "waited 0.2 s for the groups of step" in text and "task '1'" in text
-    assert "2 at tools or rewards" in text and "rl.stall_seconds" in text
+    assert "2 at tools or rewards" in text and "rl.staleness.stall_seconds" in text
     assert text in caplog.text
     await playing.close()
 
@@ -357,8 +357,8 @@ async def test_other_tasks_than_those_of_the_saved_run_are_refused(tmp_path: Pat
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ({"staleness_window": 2}, "staleness_window would have no effect"),
-        ({"stale_updates": True}, "stale_updates would have no effect"),
+        ({"staleness": {"window": 2}}, "staleness.window would have no effect"),
+        ({"staleness": {"updates": True}}, "staleness.updates would have no effect"),
         ({"staleness": 1, "updates": 2}, "up to 2 optimizer updates old before the step"),
         ({"staleness": 2, "epochs": 3}, "up to 6 optimizer updates old before the step"),
         (
@@ -382,7 +382,7 @@ def test_settings_that_contradict_staleness_are_refused(table: dict[str, Any], s
         ({"staleness": 1, "correction": "masked"}, "masked"),
         ({"staleness": 1, "correction": "none"}, None),
         ({"staleness": 1, "loss": "policy_gradient"}, "truncated"),
-        ({"staleness": 1, "updates": 2, "stale_updates": True}, "truncated"),
+        ({"staleness": {"steps": 1, "updates": True}, "updates": 2}, "truncated"),
     ],
 )
 def test_stale_samples_are_corrected_unless_asked_otherwise(table: Any, correction: Any) -> None:

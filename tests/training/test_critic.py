@@ -77,7 +77,7 @@ def test_ppo_teaches_its_critic(kind: Kind) -> None:
     given, learner = played(model, seed=2), tiny_learner(model, learning_rate=0.1)
     critic = critic_of(model, kind, warmup_steps=30, clip=None)
     before = weights(model)
-    config = RLConfig.parse({"algorithm": "ppo", "options": {"lam": 1.0}})
+    config = RLConfig.parse({"algorithm": {"name": "ppo", "lam": 1.0}})
     history = [
         policy_update(learner, given, config, reference=None, critic=critic, critic_only=True)
         for step in range(30)
@@ -194,7 +194,7 @@ def test_cut_episodes_that_are_paid_do_not_blow_up_their_values(cut: str) -> Non
         trajectory.reward = 1.0
         for segment in trajectory.sequences[0].segments:
             segment.reward = None
-    config = RLConfig.parse({"algorithm": "ppo", "options": {"bootstrap": True}})
+    config = RLConfig.parse({"algorithm": {"name": "ppo", "bootstrap": True}})
     for _ in range(20):
         policy_update(
             tiny_learner(model), given, config, reference=None, critic=critic, critic_only=True
@@ -205,7 +205,7 @@ def test_cut_episodes_that_are_paid_do_not_blow_up_their_values(cut: str) -> Non
 
 
 def test_a_price_for_being_cut_contradicts_bootstrapping() -> None:
-    tables: dict[str, Any] = {"algorithm": "ppo", "options": {"bootstrap": True}}
+    tables: dict[str, Any] = {"algorithm": {"name": "ppo", "bootstrap": True}}
     RLConfig.parse({**tables, "broken": {"no_answer": "mask", "tool_error": -0.5}})
     for priced in ({"broken": {"no_answer": -0.5}}, {"overlong": {"longest": 8, "buffer": 4}}):
         with pytest.raises(

@@ -36,8 +36,8 @@ GROWING = {
 STAGES: list[dict[str, Any]] = [
     {"kind": "sft", "steps": 8, "batch": 2, "optimizer": {**RATE, "schedule": "linear"}},
     {
-        "kind": "rl", "algorithm": "ppo", "steps": 6, "tasks": 2, "attempts": 2, "updates": 2, "kl": 0.1,
-        "epochs": 2, "target_kl": 0.05, "kl_control": {"target": 0.01, "horizon": 50},
+        "kind": "rl", "algorithm": "ppo", "steps": 6, "tasks": 2, "attempts": 2, "updates": 2,
+        "kl": {"weight": 0.1, "control": {"target": 0.01, "horizon": 50}}, "epochs": 2, "target_kl": 0.05,
         "reference_sync": {"every": 2, "mixup_alpha": 0.5},
         "critic": {"warmup_steps": 1, "optimizer": RATE}, "refill": {"rounds": 1},
         "curriculum": [GROWING], "broken": {"no_answer": -0.1},
@@ -56,7 +56,7 @@ SHORT = [{**STAGES[0], "steps": 2}, {**STAGES[1], "steps": 4}, {**STAGES[3], "st
 
 
 ASYNC = [{
-    "kind": "rl", "steps": 12, "tasks": 2, "attempts": 2, "staleness": 2, "staleness_window": 2,
+    "kind": "rl", "steps": 12, "tasks": 2, "attempts": 2, "staleness": {"steps": 2, "window": 2},
     "optimizer": RATE,
 }]  # fmt: skip
 

@@ -180,7 +180,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(base: Path, tmp_path: Path) -
     "stage",
     [
         {"kind": "rl", "algorithm": "ppo", "steps": 2, "tasks": 2, "attempts": 2},
-        {"kind": "rl", "steps": 2, "tasks": 2, "attempts": 2, "kl": 0.1, "kl_in": "reward"},
+        {"kind": "rl", "steps": 2, "tasks": 2, "attempts": 2, "kl": {"weight": 0.1, "place": "reward"}},
         {"kind": "dpo", "steps": 2, "tasks": 3, "attempts": 3},
         {
             "kind": "rejection",

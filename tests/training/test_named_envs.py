@@ -1,4 +1,4 @@
-"""Environments that tools and rewards name (`env=`, `pool_size=`): a recipe need not list them."""
+"""Environments that tools and rewards name (`env=`): a recipe need not list them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TeaShop(CoffeeShop):
     pass
 
 
-@tool(env=CoffeeShop, pool_size=8)
+@tool(env=CoffeeShop)
 def buy(env: Env, what: str) -> str:
     """Buy something."""
     assert isinstance(env, CoffeeShop)
@@ -44,13 +44,13 @@ def bill(env: Env) -> str:
     return ", ".join(env.bought)
 
 
-@reward(env=CoffeeShop, pool_size=8)
+@reward(env=CoffeeShop)
 def success(env: CoffeeShop) -> float:
     return float(env.bought == ["tea"])
 
 
-def sized(size: int | None, kind: type[Env] = CoffeeShop) -> Tool:
-    @tool(name=f"look{size}", env=kind, pool_size=size)
+def looking(number: int, kind: type[Env] = CoffeeShop) -> Tool:
+    @tool(name=f"look{number}", env=kind)
     def look(env: CoffeeShop) -> str:
         """Look."""
         return "beans"
@@ -58,12 +58,12 @@ def sized(size: int | None, kind: type[Env] = CoffeeShop) -> Tool:
     return look
 
 
-async def test_a_tool_and_a_reward_bring_their_environment_and_its_pool() -> None:
+async def test_a_tool_and_a_reward_bring_their_environment() -> None:
     said = load_format("hermes").render_action("", [ToolCall("buy", {"what": "tea"})])
     engine = FakeEngine([f"{said}<|im_end|>", "done<|im_end|>"], ByteTokenizer())
     parts = Parts(tools=[buy, bill], rewards=[success])
     playing = build_rollout(Recipe.parse(RECIPE), parts, engine, ByteTokenizer())
-    assert {name: pool.size for name, pool in playing.pools.items()} == {"coffee_shop": 8}
+    assert {name: pool.size for name, pool in playing.pools.items()} == {"coffee_shop": 256}
     played = await playing.play(Task.of("Buy tea.", id="t"), attempt=0, seed=0)
     assert played.failure is None and played.rewards == {"success": 1.0}
     await playing.pools["coffee_shop"].close()
@@ -71,13 +71,13 @@ async def test_a_tool_and_a_reward_bring_their_environment_and_its_pool() -> Non
 
 def test_what_is_listed_keeps_its_name_and_the_recipe_its_size() -> None:
     parts = Parts(tools=[buy], envs={"corner": CoffeeShop})
-    assert parts.all_envs == {"corner": CoffeeShop} and parts.pool_sizes == {"corner": 8}
+    assert parts.all_envs == {"corner": CoffeeShop}
     parts = Parts(tools=[buy], envs={"corner": TeaShop})
     assert parts.all_envs == {"corner": TeaShop}, "a subclass will do"
     recipe = Recipe.parse(RECIPE | {"agent": {"pools": {"coffee_shop": {"size": 3}}}})
     playing = build_rollout(recipe, Parts(tools=[buy]), FakeEngine([]), ByteTokenizer())
     assert playing.pools["coffee_shop"].size == 3
-    assert Parts(tools=[sized(None, Safe)]).all_envs == {"safe": Safe}, "a prebuilt one has its own name"
+    assert Parts(tools=[looking(1, Safe)]).all_envs == {"safe": Safe}, "a prebuilt one has its own name"
 
 
 def test_inner_rewards_and_tool_classes_are_asked_too() -> None:
@@ -85,25 +85,21 @@ def test_inner_rewards_and_tool_classes_are_asked_too() -> None:
         """Taste."""
 
         env = CoffeeShop
-        pool_size = 2
 
         def run(self, env: CoffeeShop) -> str:
             return "good"
 
     gated = Gate(success, success.using(name="again"))
-    assert Parts(rewards=[gated]).pool_sizes == {"coffee_shop": 8}
-    assert Parts(tools=[Taste()]).pool_sizes == {"coffee_shop": 2}
+    assert Parts(rewards=[gated]).all_envs == {"coffee_shop": CoffeeShop}
+    assert Parts(tools=[Taste()]).all_envs == {"coffee_shop": CoffeeShop}
 
 
 def test_two_that_disagree_are_both_named() -> None:
-    with pytest.raises(ConfigError, match=r"'look4' says pool_size=4 and .*'look6' says pool_size=6"):
-        _ = Parts(tools=[sized(4), sized(6)]).all_envs
-    assert Parts(tools=[sized(None), sized(6)]).pool_sizes == {"coffee_shop": 6}
     other = type("CoffeeShop", (Env,), {})
     with pytest.raises(ConfigError, match=r"'coffee_shop': the tool 'look4' .* the tool 'look6'"):
-        _ = Parts(tools=[sized(4), sized(6, other)]).all_envs
+        _ = Parts(tools=[looking(4), looking(6, other)]).all_envs
     with pytest.raises(ConfigError, match=r"'coffee_shop': .* is listed \(agent\.envs\)"):
-        _ = Parts(tools=[sized(4)], envs={"coffee_shop": other}).all_envs
+        _ = Parts(tools=[looking(4)], envs={"coffee_shop": other}).all_envs
 
 
 def test_a_tool_that_could_not_get_its_environment_is_refused() -> None:
@@ -114,12 +110,8 @@ def test_a_tool_that_could_not_get_its_environment_is_refused() -> None:
             """Look."""
             return ""
 
-    with pytest.raises(ConfigError, match="pool_size"):
-        tool(pool_size=3)(bill.function)
     with pytest.raises(ConfigError, match="take `env`"):
         reward(env=CoffeeShop)(lambda answer: 1.0, name="r")
-    with pytest.raises(ConfigError, match="pool_size=0"):
-        reward(success.function, env=CoffeeShop, pool_size=0)
 
 
 MODULE = """
@@ -131,12 +123,12 @@ class Shop(ludus.Env):
 class Lab(ludus.Env):
     pass
 
-@ludus.tool(env=Shop, pool_size=2)
+@ludus.tool(env=Shop)
 def buy(env: Shop) -> str:
     "Buy."
     return ""
 
-@ludus.tool(env=Lab, pool_size=3)
+@ludus.tool(env=Lab)
 def heat(env: Lab) -> str:
     "Heat."
     return ""
@@ -157,7 +149,9 @@ async def test_each_task_set_has_the_environments_of_its_own_tools(tmp_path: Pat
         {"name": "plain", "train": f"{path}:tasks"},
         {"name": "lab", "train": f"{path}:tasks", "tools": [f"{path}:heat"], "rewards": []},
     ]
-    raw = RECIPE | {"agent": {"tools": [f"{path}:buy"], "pools": {"lab": {"max_wait": 5}}}}
+    raw = RECIPE | {
+        "agent": {"tools": [f"{path}:buy"], "pools": {"shop": {"size": 2}, "lab": {"size": 3}}}
+    }
     recipe = Recipe.parse(raw | {"rewards": [f"{path}:success"], "task_sets": sets})
     parts = load_parts(recipe)
     check_parts(recipe, parts)

@@ -98,7 +98,9 @@ def test_the_gradient_is_the_textbooks(budget: int) -> None:
     loss, margins = textbook(runner, far, pairs)
     loss.backward()
     expected = [p.grad for p in runner.parameters() if p.grad is not None]
-    metrics = prefer(tiny_learner(model, budget), pairs, reference, PreferenceConfig(beta=BETA))
+    metrics = prefer(
+        tiny_learner(model, budget), pairs, reference, PreferenceConfig(loss={"beta": BETA})
+    )
     assert_same_gradient(model, expected)
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-4)
     assert metrics["margin"] == pytest.approx(BETA * sum(margins) / len(margins), rel=1e-3, abs=1e-4)
@@ -120,7 +122,7 @@ def paper_loss(
     name: str, model: nn.Module, reference: nn.Module, pairs: list[Pair], config: PreferenceConfig
 ) -> Tensor:
     """The papers' formulas as TRL has them, through one graph."""
-    beta = config.beta or 0.0
+    beta = config.loss.beta or 0.0
     if name == "kto":
         chosen = [(pair.chosen, True) for pair in pairs]
         episodes = [*chosen, *((pair.rejected, False) for pair in pairs)]
@@ -134,9 +136,9 @@ def paper_loss(
             crossed.append(gap[start:][torch.tensor(mask)].sum().item())
         z0 = max(0.0, sum(crossed) / len(crossed))
         losses = [
-            config.desirable_weight * (1 - torch.sigmoid(beta * (ratio - z0)))
+            config.loss.desirable_weight * (1 - torch.sigmoid(beta * (ratio - z0)))
             if good
-            else config.undesirable_weight * (1 - torch.sigmoid(beta * (z0 - ratio)))
+            else config.loss.undesirable_weight * (1 - torch.sigmoid(beta * (z0 - ratio)))
             for ratio, (_, good) in zip(ratios, episodes, strict=True)
         ]
         return torch.stack(losses).mean()
@@ -145,7 +147,7 @@ def paper_loss(
         long, short = tokens_said(pair.chosen), tokens_said(pair.rejected)
         won, lost = said_logprob(model, pair.chosen) / long, said_logprob(model, pair.rejected) / short
         if name == "simpo":
-            losses.append(-logsigmoid(beta * (won - lost - config.gamma / beta)))
+            losses.append(-logsigmoid(beta * (won - lost - config.loss.gamma / beta)))
             continue
         won = won - said_logprob(reference, pair.chosen) / long
         lost = lost - said_logprob(reference, pair.rejected) / short
@@ -157,7 +159,7 @@ def paper_loss(
 @pytest.mark.parametrize("name", ["ipo", "simpo", "kto"])
 def test_the_gradients_of_the_other_losses_are_their_papers(name: str, budget: int) -> None:
     own = {"simpo": {"gamma": 0.7}, "kto": {"desirable_weight": 1.5, "undesirable_weight": 0.5}}
-    config = PreferenceConfig.parse({"loss": name, "beta": BETA, **own.get(name, {})})
+    config = PreferenceConfig.parse({"loss": {"name": name, "beta": BETA, **own.get(name, {})}})
     model, reference = tiny_model(), frozen(tiny_model(seed=1))
     pairs = pairs_of(played(model, seed=1).groups)
     runner, far = plain(model), plain(reference)
@@ -184,8 +186,8 @@ def test_kto_has_no_reference_point_from_one_task_alone() -> None:
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ({"gamma": 0.5}, 'a setting of loss = "simpo"'),
-        ({"loss": "simpo", "desirable_weight": 2.0}, 'a setting of loss = "kto"'),
+        ({"loss": {"gamma": 0.5}}, 'a setting of the loss "simpo"'),
+        ({"loss": {"name": "simpo", "desirable_weight": 2.0}}, 'a setting of the loss "kto"'),
         ({"loss": "kto", "pairs": "x.jsonl", "batch": 1}, "at least 2"),
         ({"columns": {"chosen": "x"}}, "pairs names none"),
         ({"loss": "orpo"}, "must be 'dpo', 'ipo', 'simpo' or 'kto'"),

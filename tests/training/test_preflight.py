@@ -142,7 +142,7 @@ def test_curricula_that_can_be_run_are_not_refused() -> None:
         ({"evaluation": {"temperature": NAN}}, "evaluation.temperature: must be"),
         ({"stage": [{"kind": "rejection", "threshold": -INF}]}, "stage.0.threshold: must be a finite"),
         ({"rewards": [{"reward": "f1", "weight": INF}]}, "rewards.0.weight: must be a finite number"),
-        ({"rl": {"loss_options": {"clip_low": NAN}}}, "rl: the options of the loss"),
+        ({"rl": {"loss": {"clip_low": NAN}}}, "rl: the options of the loss"),
         (
             {"stage": [{"kind": "rejection", "keep": 9}]},
             "stage.0: keep = 9 episodes of a task cannot be",
@@ -184,7 +184,7 @@ def test_what_cannot_be_or_has_no_effect_is_refused_in_one_line(
     "tables",
     [
         {"rl": {"algorithm": "dr_grpo", "aggregation": "token"}},
-        {"rl": {"algorithm": "dr_grpo", "aggregation_options": {"length": 64}}},
+        {"rl": {"algorithm": "dr_grpo", "aggregation": {"length": 64}}},
         {"rl": {"overlong": {"longest": 4096, "buffer": 512}}},
         {
             "rl": {
@@ -219,32 +219,73 @@ def test_missing_files_are_named_by_their_key(tmp_path: Path) -> None:
         ludus.training.load_parts(ludus.training.Recipe.parse({**tables, "tasks": {"train": missing}}))
 
 
-def test_a_key_that_has_moved_is_taken_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    model = {"model": {"scratch": {}}}
-    assert ludus.training.Recipe.parse({**model, "rl": {"max_failures": 0.8}}).max_failures == 0.8
-    assert "rl.max_failures: max_failures is a key of the whole recipe" in caplog.text
-    assert "write max_failures = 0.8 at its top" in caplog.text
-    caplog.clear()
-    ludus.training.Recipe.parse({**model, "stage": [{"kind": "eval", "max_failures": 0.5}]})
-    assert "stage.0.max_failures" in caplog.text and "max_failures = 0.5" in caplog.text
-    caplog.clear()
-    ludus.training.Recipe.parse({**model, "max_failures": 0.8})
-    assert not caplog.text
+@pytest.mark.parametrize(
+    ("raw", "told"),
+    [
+        ({"rl": {"max_failures": 0.8}}, "rl.max_failures: is called otherwise now: max_failures, above"),
+        (
+            {"stage": [{"kind": "eval", "max_failures": 0.5}]},
+            "stage.0.max_failures: is called otherwise",
+        ),
+        ({"rl": {"loss_options": {"clip_low": 0.2}}}, "now: rl.loss = { name = ..., OPTION = ... }"),
+        (
+            {"stage": [{"kind": "rl", "kl_in": "reward"}]},
+            "now: stage.0.kl = { weight = ..., place = ... }",
+        ),
+        ({"stage": [{"kind": "dpo", "beta": 0.1}]}, "now: stage.0.loss = { name = ..., beta = ... }"),
+        ({"agent": {"env_pool": 8}}, "agent.env_pool: is called otherwise now: agent.pools.NAME.size"),
+        (
+            {"cluster": {"replicas": 2}},
+            "cluster.replicas: is called otherwise now: cluster.dp_replicate",
+        ),
+    ],
+)
+def test_a_key_of_the_last_version_is_refused_with_the_new_one(raw: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        ludus.training.Recipe.parse({"model": {"scratch": {}}, **raw})
 
 
-def test_keys_of_older_recipes_still_load() -> None:
-    """`max_failures` was a key of each stage, and sampling had keys that could only be switched off."""
-    model = {"model": {"scratch": {}}}
-    warm, other = {"max_failures": 0.5}, {"max_failures": 0.8}
-    assert ludus.training.Recipe.parse({**model, "warm_start": warm, "rl": other}).max_failures == 0.8
-    stages = [{"kind": "rejection", "max_failures": 0.1}, {"kind": "eval"}]
-    assert ludus.training.Recipe.parse({**model, "stage": stages}).max_failures == 0.1
-    own = {**model, "max_failures": 0.2, "rl": other}
-    assert ludus.training.Recipe.parse(own).max_failures == 0.2
-    usual = ludus.training.Recipe.model_fields["max_failures"].default
-    own["max_failures"] = usual  # what is written counts, also where it is the default
-    assert ludus.training.Recipe.parse(own).max_failures == usual
-    with pytest.raises(ConfigError, match="max_failures: must be"):
-        ludus.training.Recipe.parse({**model, "rl": {"max_failures": 2}})
+def test_sampling_may_say_that_nothing_is_cut() -> None:
     off = {"temperature": 0.5, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-    assert ludus.training.Recipe.parse({**model, "sampling": off}).sampling.temperature == 0.5
+    recipe = ludus.training.Recipe.parse({"model": {"scratch": {}}, "sampling": off})
+    assert recipe.sampling.temperature == 0.5
+
+
+def test_a_value_stands_for_the_first_key_of_its_table() -> None:
+    short = {"algorithm": "ppo", "kl": 0.1, "staleness": 1, "loss": "cispo"}
+    long = {
+        "algorithm": {"name": "ppo"},
+        "kl": {"weight": 0.1},
+        "staleness": {"steps": 1},
+        "loss": {"name": "cispo"},
+    }
+    first, second = (
+        ludus.training.Recipe.parse({"model": {"scratch": {}}, "rl": rl}) for rl in (short, long)
+    )
+    assert first == second == ludus.training.Recipe.parse(first.model_dump(mode="json"))
+    changed = ludus.training.Recipe.parse(
+        {
+            "model": {"scratch": {}},
+            "rl": {"loss": {"clip_high": 0.3}, "algorithm": {"name": "ppo", "lam": 0.9}},
+        }
+    )
+    assert changed.rl.algorithm_settings["loss_options"] == {"clip_high": 0.3}
+    assert changed.rl.algorithm_settings["options"] == {"lam": 0.9}
+    with pytest.raises(ConfigError, match=r"rl\.kl\.weight: must be a number \(given: 'much'\)"):
+        ludus.training.Recipe.parse({"model": {"scratch": {}}, "rl": {"kl": "much"}})
+
+
+def test_a_recipe_is_written_down_in_the_form_that_it_was_given() -> None:
+    model = {"model": {"scratch": {}}}
+    short = ludus.training.Recipe.parse({**model, "warm_start": {}, "rl": {"steps": 3}})
+    listed = ludus.training.Recipe.parse(
+        {**model, "stage": [{"kind": "sft"}, {"kind": "rl", "steps": 3}]}
+    )
+    assert short.stages == listed.stages
+    assert [name for name, _ in short.named_stages] == ["warm_start", "rl"]
+    assert [name for name, _ in listed.named_stages] == ["stage.0", "stage.1"]
+    assert "stage" not in short.model_dump() and not {"warm_start", "rl"} & listed.model_dump().keys()
+    for recipe in (short, listed):
+        longer = recipe.with_stages(s.model_copy(update={"steps": 9}) for s in recipe.stages)
+        assert [stage.total_steps for stage in longer.stages] == [9, 9]
+        assert ludus.training.Recipe.parse(longer.model_dump(mode="json")) == longer

@@ -190,7 +190,7 @@ def test_the_same_run_again_is_the_same_bit_for_bit(pair: CalledRanks) -> None:
     ("settings", "kind"),
     [
         ({"algorithm": "ppo", "kl": 0.1, "updates": 2, "epochs": 2, "target_kl": 0.5}, "model"),
-        ({"algorithm": "ppo", "kl": 0.1, "kl_in": "reward"}, "head"),
+        ({"algorithm": "ppo", "kl": {"weight": 0.1, "place": "reward"}}, "head"),
         pytest.param(
             {"algorithm": "grpo", "correction": "truncated", "entropy": 0.01}, None, marks=SLOW
         ),
@@ -204,7 +204,7 @@ def test_rl_on_two_ranks(pair: CalledRanks, settings: dict[str, Any], kind: Any)
     def work(ranks: CalledRanks) -> tuple[list[dict[str, float]], nn.Module]:
         model = tiny_model()
         policy, learner = learner_on(ranks, model)
-        reference = ranks.shard(frozen(tiny_model())) if config.kl else None
+        reference = ranks.shard(frozen(tiny_model())) if config.kl.weight else None
         critic: Critic | None = None
         if kind is not None:
             values = ranks.shard(ValueModel(model, own_trunk=kind == "model"))

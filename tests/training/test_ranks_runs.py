@@ -117,7 +117,7 @@ def test_two_replicas_of_two_shards_equal_one_rank() -> None:
     """HSDP. Three ranks have parts of different sizes, and of small tensors some have nothing."""
     one = small_model()
     expected = imitating(ALONE, one)
-    for settings in ({"trainer_ranks": 4, "replicas": 2}, {"trainer_ranks": 3}):
+    for settings in ({"trainer_ranks": 4, "dp_replicate": 2}, {"trainer_ranks": 3}):
         ranks = called_ranks(**settings)
         try:
             two = small_model()

@@ -84,7 +84,7 @@ PLANS: dict[str, tuple[Callable[[list[Any]], Tokens], Callable[..., float], str]
 
 
 def settings(algorithm: str, **others: Any) -> RLConfig:
-    length = {"aggregation_options": {"length": LENGTH}} if algorithm == "dr_grpo" else {}
+    length = {"aggregation": {"length": LENGTH}} if algorithm == "dr_grpo" else {}
     return RLConfig.parse({"algorithm": algorithm, **length, **others})
 
 
@@ -282,7 +282,7 @@ def test_ppo_by_the_turn_and_beyond_the_cut() -> None:
     slopes = expected_slopes(
         model, given, advantages.whitened(attempts, found), USUAL, "token", said(given)
     )
-    check(model, given, settings("ppo", options=options), slopes, critic=critic)
+    check(model, given, settings({"name": "ppo", **options}), slopes, critic=critic)
 
 
 def test_without_both_masks_everything_is_credited_and_trained() -> None:
@@ -326,9 +326,9 @@ def test_the_advantage_mask_is_ppos() -> None:
 @pytest.mark.parametrize(
     "table",
     [
-        pytest.param({"correction": "truncated", "correction_options": {"high": 2.0}}, id="computed"),
+        pytest.param({"correction": {"name": "truncated", "high": 2.0}}, id="computed"),
         pytest.param({"staleness": 1}, id="training-pass"),
-        pytest.param({"staleness": 1, "kl": 1e-9, "kl_in": "reward"}, id="stale-computed"),
+        pytest.param({"staleness": 1, "kl": {"weight": 1e-9, "place": "reward"}}, id="stale-computed"),
     ],
 )
 def test_a_correction_weighs_by_what_the_engine_reported(table: dict[str, Any]) -> None:
@@ -373,7 +373,7 @@ def test_the_divergence_as_a_term_of_the_loss(estimator: str) -> None:
             if spoke:
                 row[place] += 0.3 / count * slope(partial(kl, reference=far[place]), new[place])
                 total += kl(new[place], far[place])
-    config = settings("grpo", kl=0.3, kl_estimator=estimator)
+    config = settings("grpo", kl={"weight": 0.3, "estimator": estimator})
     metrics = check(model, given, config, slopes, reference=reference)
     assert metrics["kl"] == pytest.approx(total / count, rel=1e-3)
 
@@ -388,7 +388,7 @@ def test_the_divergence_as_a_reward() -> None:
         penalised.append(replace(attempt, penalties=[-0.1 * (p - q) * spoke for p, q, spoke in pairs]))
     found = advantages.reinforce_pp(penalised, 1.0)
     slopes = expected_slopes(model, given, found, USUAL, "token", said(given))
-    config = settings("reinforce_pp", kl=0.1, kl_estimator="k1", kl_in="reward")
+    config = settings("reinforce_pp", kl={"weight": 0.1, "estimator": "k1", "place": "reward"})
     metrics = check(model, given, config, slopes, reference=reference)
     mean = -sum(sum(a.penalties) for a in penalised) / 0.1 / sum(sum(mask) for mask in said(given))
     assert metrics["kl"] == pytest.approx(mean, rel=1e-3)

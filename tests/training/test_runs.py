@@ -124,8 +124,8 @@ def test_resuming_with_a_reference_keeps_the_first_one(tmp_path: Path) -> None:
 def test_what_adapts_and_follows_goes_on_after_a_stop(tmp_path: Path) -> None:
     """An adaptive KL coefficient, a reference that follows the policy, epochs with an early stop."""
     followed = {
-        "kl": 0.5, "kl_control": {"target": 1e-3, "horizon": 10}, "epochs": 3, "target_kl": 1e-3, "steps": 4,
-        "reference_sync": {"every": 2, "mixup_alpha": 0.5},
+        "kl": {"weight": 0.5, "control": {"target": 1e-3, "horizon": 10}}, "steps": 4,
+        "epochs": 3, "target_kl": 1e-3, "reference_sync": {"every": 2, "mixup_alpha": 0.5},
     }  # fmt: skip
     ludus.train(**settings(tmp_path / "whole", max_in_flight=1, rl=followed), **code())
     for done in (1, 3):
@@ -162,7 +162,7 @@ def test_a_reference_follows_the_policy(tmp_path: Path) -> None:
     ("rl", "told"),
     [
         ({"reference_sync": {}}, r"reference_sync would have no effect: kl = 0"),
-        ({"kl_control": {"target": 0.1}}, r"kl_control would have no effect: kl = 0"),
+        ({"kl": {"control": {"target": 0.1}}}, r"kl.control would have no effect: kl.weight = 0"),
         ({"target_kl": 0.1}, r"target_kl would have no effect"),
         ({"epochs": 10**23}, r"rl\.epochs.*1000"),
     ],
@@ -726,7 +726,7 @@ def test_a_run_that_finds_no_room_says_where_and_how_to_go_on(
         ),
         ({"model": {"lora_r": 8}}, r"did you mean 'model\.lora\.rank'"),
         ({"rl": {"max_completion_length": 8}}, r"did you mean 'budgets\.max_turn_tokens'"),
-        ({"rl": {"epsilon": 0.2}}, r"did you mean 'rl\.loss_options = { clip_low = 0\.2 }'"),
+        ({"rl": {"epsilon": 0.2}}, r"did you mean 'rl\.loss = { clip_low = 0\.2 }'"),
         ({"rl": {"beta": 0.1}}, r"rl.beta: unknown key; did you mean 'rl\.kl'"),
         ({"rl": {"steps": "many"}}, "rl.steps"),
         ({"rl": {"steps": "3"}}, "rl.steps: must be a whole number"),

@@ -142,7 +142,7 @@ INDEPENDENT: dict[str, Callable[[], None]] = {
     "observations": test_rl_update.test_without_the_loss_mask_observations_are_trained,
     "ppo over observations": test_rl_update.test_without_both_masks_everything_is_credited_and_trained,
     "correction": lambda: test_rl_update.test_a_correction_weighs_by_what_the_engine_reported(
-        {"correction": "truncated", "correction_options": {"high": 2.0}}
+        {"correction": {"name": "truncated", "high": 2.0}}
     ),
     "kl in the loss": lambda: test_rl_update.test_the_divergence_as_a_term_of_the_loss("k3"),
     "kl in the reward": test_rl_update.test_the_divergence_as_a_reward,

@@ -488,8 +488,8 @@ def test_ppo_warms_its_critic_up(tmp_path: Path, kind: str) -> None:
 
 
 def test_reinforce_pp_with_the_divergence_in_the_reward(tmp_path: Path) -> None:
-    result = run(tmp_path / "run", {**RL, "algorithm": "reinforce_pp", "kl": 0.5, "kl_in": "reward",
-                                    "kl_estimator": "k1"})  # fmt: skip
+    result = run(tmp_path / "run", {**RL, "algorithm": "reinforce_pp", "kl": {
+                                    "weight": 0.5, "place": "reward", "estimator": "k1"}})  # fmt: skip
     first, second = column(result, "kl")
     assert first == pytest.approx(0, abs=1e-5) and second != pytest.approx(0, abs=1e-5)
 
@@ -594,11 +594,11 @@ def test_task_sets_with_their_own_tools_and_rewards(tmp_path: Path, pieces: str)
             r"stage\.1: there is no algorithm called 'ppoo'. Did you mean 'ppo'",
         ),
         (
-            {"stage": [{**RL, "options": {"discont": 1}}]},
+            {"stage": [{**RL, "algorithm": {"name": "grpo", "discont": 1}}]},
             r"stage\.0: .*estimator 'grpo'.*discont: unknown key",
         ),
         (
-            {"stage": [{**RL, "loss_options": {"clip": 1}}]},
+            {"stage": [{**RL, "loss": {"clip": 1}}]},
             r"loss 'clipped'.*clip: unknown key; did you mean 'clip_low'",
         ),
         ({"stage": [{**RL, "attempts": 1}]}, r"stage\.0: .* attempts = 1 can teach nothing"),
@@ -608,11 +608,11 @@ def test_task_sets_with_their_own_tools_and_rewards(tmp_path: Path, pieces: str)
             r"stage\.0\.broken\.no_answer: must be 'keep', 'mask' or 'verltool', or a number",
         ),
         (
-            {"stage": [{**RL, "kl": 0.1, "kl_estimator": "k1"}]},
+            {"stage": [{**RL, "kl": {"weight": 0.1, "estimator": "k1"}}]},
             r"stage\.0: .*k1.*expectation is 0.*k2.*k3",
         ),
-        ({"stage": [{**RL, "kl_in": "reward"}]}, r"stage\.0: .*kl = 0 leaves it out: set kl"),
-        ({"stage": [{**RL, "kl_estimator": "k2"}]}, r"stage\.0: .*kl = 0 leaves it out: set kl"),
+        ({"stage": [{**RL, "kl": {"place": "reward"}}]}, r"stage\.0: .*kl.weight = 0 leaves out"),
+        ({"stage": [{**RL, "kl": {"estimator": "k2"}}]}, r"stage\.0: .*kl.weight = 0 leaves out"),
         ({"stage": [{**RL, "critic": {}}]}, r"stage\.0: .*critic, and grpo asks for none"),
         ({"stage": []}, r"stage = \[\] has no table"),
         ({"stage": [RL], "task_sets": []}, r"task_sets = \[\] has no table"),

@@ -134,9 +134,7 @@ def test_a_shared_turn_is_trained_by_the_branches_that_are_not_masked(algorithm:
     assert rescued, "no good branch has a turn that a masked attempt sampled"
     expected, count = expected_gradient(model, masked, CREDITS[algorithm])
     learner = tiny_learner(model)
-    config = RLConfig.parse(
-        {"algorithm": algorithm, "loss_options": {"clip_low": CLIP, "clip_high": CLIP}}
-    )
+    config = RLConfig.parse({"algorithm": algorithm, "loss": {"clip_low": CLIP, "clip_high": CLIP}})
     metrics = policy_update(learner, masked, config, reference=None, critic=None)
     assert metrics["action_tokens"] == count
     assert_same_gradient(model, expected)

@@ -13,7 +13,6 @@ from training_helpers import TINY, expert, tasks
 
 import ludus
 from ludus.cli.check.recipe import recipe_findings
-from ludus.core import ConfigError
 from ludus.training import Recipe
 from ludus.training.config.recipe import STAGE_CONFIGS
 from ludus.training.config.stages import CRITIC_RATES
@@ -121,25 +120,6 @@ def test_a_run_says_its_rates_and_writes_them_down(tmp_path: Path, capsys: Any) 
     shown = [row for row in result.metrics if "sft/learning_rate" in row or "learning_rate" in row]
     found = [row.get("sft/learning_rate", row.get("learning_rate")) for row in shown]
     assert found == [1e-3, 1e-3, 5e-4, 5e-4]
-
-
-def test_a_run_folder_of_an_earlier_version_keeps_its_rates(tmp_path: Path) -> None:
-    """It spells them out, also of an [rl] that is not used; and PPO had a critic without a table."""
-    ludus.train(**settings(tmp_path / "run", SFT, PPO), **code())
-    path = tmp_path / "run" / "recipe.json"
-    raw = json.loads(path.read_text())
-    raw["rl"]["optimizer"]["learning_rate"] = 1e-6
-    raw["stage"][1]["critic"] = None
-    raw["stage"][1]["optimizer"]["learning_rate"] = 1e-6
-    raw["stage"][1]["steps"] = 3
-    path.write_text(json.dumps(raw))
-    last = ludus.train(resume=tmp_path / "run", **code()).metrics
-    rows = [row for row in last if "value_learning_rate" in row]
-    assert rows[-1]["value_learning_rate"] == 1e-5 and rows[-1]["learning_rate"] == 1e-6
-    kept = json.loads(path.read_text())["stage"][1]
-    assert kept["critic"] is None and kept["optimizer"]["learning_rate"] == 1e-6
-    with pytest.raises(ConfigError, match=r"\[\[stage\]\] tables replace"):
-        Recipe.parse({**raw, "rl": {"steps": 3}})
 
 
 def test_checking_a_recipe_says_the_rates() -> None:

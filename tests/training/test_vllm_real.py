@@ -243,8 +243,11 @@ def test_the_canary_catches_a_tied_head_that_was_not_updated(
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_run_on_vllm_learns(server: str, tmp_path: Path, staleness: int) -> None:
     """A warm start and GRPO on the tickets: success rises, all by tokens that vLLM sampled."""
-    overrides = [f'cluster.servers=["{server}"]', f"rl.staleness={staleness}", "threads=1"]
-    overrides += [f"run.folder={tmp_path / 'run'}", f"rl.stale_updates={str(staleness > 0).lower()}"]
+    overrides = [f'cluster.servers=["{server}"]', "threads=1"]
+    overrides += [
+        f"run.folder={tmp_path / 'run'}",
+        f"rl.staleness={{ steps = {staleness}, updates = {str(staleness > 0).lower()} }}",
+    ]
     recipe = load_recipe("tickets", overrides)
     asyncio.run(ludus.training.train_async(recipe, load_parts(recipe)))
     found = RunFolder(tmp_path / "run").metrics()

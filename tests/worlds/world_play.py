@@ -33,7 +33,9 @@ async def play_expert(
     pools = {name: pool or EnvPool(world.factory, name=name, size=size)} if world.env else {}
     playing = Rollout(
         engine=FakeEngine([]),
-        renderer=Renderer(ByteTokenizer(), load_format(agent.format, **agent.format_options)),
+        renderer=Renderer(
+            ByteTokenizer(), load_format(agent.format.name or "hermes", **agent.format.options)
+        ),
         scorer=Scorer(world.rewards),
         tools=world.toolset(),
         pools=pools,

@@ -367,7 +367,7 @@ def _refuse_unreachable(format: ActionFormat, tools: Sequence[ToolSpec]) -> None
     """Tools that the format cannot call: an error if it can call none, a warning if it can call some."""
     lost = format.unreachable(tools)
     message = (
-        f"the format {format.name!r} has no way to call {', '.join(lost)}: say how in agent.format_options "
+        f"the format {format.name!r} has no way to call {', '.join(lost)}: say how in agent.format "
         "(docs/formats.md), or choose another agent.format"
     )
     if lost and len(lost) == len(tools):

@@ -129,8 +129,9 @@ def run_evaluation(
     sets = task_set_specs(recipe, parts)
     held_out = eval_tasks_of(sets, options.tasks or recipe.evaluation.tasks)
     if not held_out:
-        table = "evaluation in a [[task_sets]] table" if recipe.task_sets else "tasks.evaluation"
-        raise ConfigError(f"{source} names no held-out tasks: set {table}")
+        raise ConfigError(
+            f"{source} names no held-out tasks: set tasks.evaluation, or evaluation in a [[task_sets]] table"
+        )
     sampling = options.sampling(recipe.evaluation.sampling)
     attempts = options.attempts or recipe.evaluation.attempts
     measured = [one for one in sets if one.name in {part.name for part in held_out}]

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from ludus.core.config import to_toml
+from ludus.core.config import ChoiceConfig, ShortConfig, to_toml
 from ludus.core.config_errors import OTHER_FRAMEWORKS_KEYS
 from ludus.core.failures import ConfigError
 from ludus.synth.method import METHODS, load_method
@@ -227,6 +227,8 @@ def _words(hint: Any) -> str:
         return f"{count} ({', '.join(map(_words, inner))})"
     if origin is dict and arguments[1] is not Any:
         return f"table ({_words(arguments[1])} by name)"
+    if isinstance(hint, type) and issubclass(hint, ShortConfig):
+        return f"{_words(hint.model_fields[hint.short].annotation)} or table"
     if origin is dict or (isinstance(hint, type) and issubclass(hint, BaseModel)):
         return "table"
     if isinstance(hint, type) and issubclass(hint, Enum):
@@ -250,7 +252,9 @@ def _bounded(metadata: Any) -> str:
 def default_text(setting: Setting) -> str:
     """The default as it would stand in a recipe; of a table, what differs from that table's own defaults."""
     value = setting.default
-    if isinstance(value, BaseModel):
+    if isinstance(value, ChoiceConfig):
+        value = value.model_dump() or None
+    elif isinstance(value, BaseModel):
         value = {
             one.key: getattr(value, one.key)
             for one in SettingsTable(type(value)).settings
@@ -260,8 +264,8 @@ def default_text(setting: Setting) -> str:
 
 
 def _tables(hint: Any) -> Iterator[type[BaseModel]]:
-    """The tables that an annotation names, inside lists and unions too."""
-    if isinstance(hint, type) and issubclass(hint, BaseModel):
+    """The tables that an annotation names, inside lists and unions too; a choice is a value."""
+    if isinstance(hint, type) and issubclass(hint, BaseModel) and not issubclass(hint, ChoiceConfig):
         yield hint
     for one in get_args(hint):
         yield from _tables(one)

@@ -44,6 +44,7 @@ from ludus.training.api import train_async
 from ludus.training.checkpoint import resumed_recipe
 from ludus.training.config.parts import Parts, task_set_specs
 from ludus.training.config.recipe import Recipe
+from ludus.training.config.stages import SFTConfig
 from ludus.training.data.conversations import read_conversations
 from ludus.training.data.task_sampler import TaskSet
 from ludus.training.evaluation.evaluate import EvalModel, find_model, measure
@@ -202,18 +203,19 @@ class RecipeTrainer:
 
     def _recipe(self, data: Path, folder: Path, model: str | None) -> Recipe:
         """The recipe with these demonstrations in its first stage that imitates."""
-        raw: dict[str, Any] = self.recipe.model_dump()
-        raw["run"] = {**raw["run"], "folder": str(folder)}
-        if model is not None:
-            raw["model"] = {**raw["model"], "name": model, "scratch": None}
-        imitating = [stage for stage in raw["stage"] if stage["kind"] == "sft"]
-        target = imitating[0] if imitating else raw["warm_start"]
-        if target is None:
+        recipe = self.recipe
+        first = next((one for one in recipe.stages if isinstance(one, SFTConfig)), None)
+        if first is None:
             raise ConfigError(
                 "a loop of data and training imitates what it makes: give the recipe a [warm_start], or a "
                 '[[stage]] of kind "sft"'
             )
-        target.update(demonstrations=str(data.resolve()), columns={})
+        shown = first.model_copy(update={"demonstrations": str(data.resolve()), "columns": {}})
+        stages = [shown if one is first else one for one in recipe.stages]
+        raw: dict[str, Any] = recipe.with_stages(stages).model_dump()
+        raw["run"] = {**raw["run"], "folder": str(folder)}
+        if model is not None:
+            raw["model"] = {**raw["model"], "name": model, "scratch": None}
         return Recipe.parse(raw, str(folder))
 
 

@@ -123,6 +123,6 @@ def _report(console: Console, result: Result, recipe: Recipe) -> None:
         how = f"{result.report.best_stage}; ludus eval RUN --checkpoint best"
         console.print(Text(f"best:    {result.best}   ({how})"), soft_wrap=True)
     following = f"ludus rollout {result.run.path} --tasks 3   (watch it play)"
-    if not (recipe.tasks.train or recipe.task_sets):  # nothing of its own to play
+    if not any(one.train for one in recipe.sets):  # nothing of its own to play
         following = f"ludus rollout RECIPE -m {result.run.path}   (watch it play the tasks of a recipe)"
     console.print(Text(f"next:    {following}"), soft_wrap=True)

@@ -8,9 +8,18 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    GetJsonSchemaHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
+from pydantic_core import CoreSchema
 
 from ludus.core.config_errors import problem_lines, refuse_coercion, takes_none
 from ludus.core.failures import ConfigError
@@ -52,6 +61,9 @@ class Config(BaseModel):
         allow_inf_nan=False,  # nothing is computed with them, and JSON cannot hold them
     )
 
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """Keys of the last version that a whole recipe refuses with the new one (`config_errors`)."""
+
     @model_validator(mode="before")
     @classmethod
     def _no_coercion(cls, raw: Any) -> Any:
@@ -76,6 +88,46 @@ class Config(BaseModel):
     def load(cls, path: str | Path, overrides: Iterable[str] = ()) -> Self:
         """A config from a TOML file, with `a.b=value` overrides applied on top."""
         return cls.parse(apply_overrides(read_toml(path), overrides), str(path))
+
+
+class ShortConfig(Config):
+    """A table that has a short form: a value that is no table stands for the key `short` alone."""
+
+    short: ClassVar[str]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lengthen(cls, raw: Any) -> Any:
+        return raw if isinstance(raw, Mapping | cls) else {cls.short: raw}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> Json:
+        reference = handler(core)
+        found = handler.resolve_ref_schema(reference)
+        table = dict(found)
+        found.clear()
+        found["anyOf"] = [table["properties"][cls.short], table]
+        return reference
+
+
+class ChoiceConfig(ShortConfig):
+    """Something by its name, with its options: { name = "NAME", OPTION = ... }; "NAME" where it has none."""
+
+    model_config = ConfigDict(extra="allow")
+    short = "name"
+
+    name: str | None = None
+    """Which one; the usual one when left out."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+    @model_serializer
+    def _shortened(self) -> Any:
+        if self.name is not None and not self.options:
+            return self.name
+        return {**({} if self.name is None else {"name": self.name}), **self.options}
 
 
 def read_toml(path: str | Path) -> Json:

@@ -33,7 +33,8 @@ _WRONG_KIND = ("type", "parsing", "number", "size", "float", "attributes_type")
 _KEYS_ELSEWHERE = {
     "rl.attempts": "num_generations group_size n rollout_n num_samples n_samples_per_prompt "
     "rollouts_per_example",
-    "rl.tasks": "batch_size train_batch_size rollout_batch_size per_device_train_batch_size",
+    "rl.tasks": "batch_size train_batch_size rollout_batch_size generation_batch_size "
+    "per_device_train_batch_size",
     "rl.optimizer.micro_batch_tokens": "gradient_accumulation_steps ppo_micro_batch_size_per_gpu "
     "ppo_max_token_len_per_gpu",
     "rl.updates": "ppo_mini_batch_size",
@@ -41,23 +42,34 @@ _KEYS_ELSEWHERE = {
     "warm_start.epochs": "num_train_epochs",
     "rl.steps": "total_epochs max_steps total_training_steps",
     "rl.optimizer.learning_rate": "lr learning_rate",
+    "rl.optimizer.name": "optim",
+    "rl.optimizer.betas": "adam_beta1 adam_beta2",
     "rl.optimizer.schedule": "lr_scheduler_type",
     "rl.optimizer.warmup_steps": "warmup_steps",
     "rl.optimizer.weight_decay": "weight_decay",
     "rl.optimizer.max_gradient_norm": "max_grad_norm grad_clip",
-    "rl.optimizer.activation_memory": "gradient_checkpointing",
+    "rl.optimizer.activation_memory": "gradient_checkpointing enable_gradient_checkpointing "
+    "activation_checkpointing",
     "rl.kl": "beta kl_coef kl_loss_coef",
     "rl.entropy": "entropy_coeff entropy_coef",
     "rl.algorithm": "adv_estimator advantage_estimator loss_type",
     "rl.aggregation": "loss_agg_mode",
     "rl.algorithm = dr_grpo": "scale_rewards",
-    "rl.loss_options = { clip_low = 0.2 }": "epsilon clip_ratio_low",
-    "rl.loss_options = { clip_low = 0.2, clip_high = 0.2 }": "clip_ratio",
-    "rl.loss_options = { clip_high = 0.28 }": "epsilon_high clip_ratio_high",
-    "rl.options = { discount = 1.0 }": "gamma",
-    "rl.options = { lam = 0.95 }": "lam",
-    "budgets.max_turn_tokens": "max_completion_length max_response_length max_new_tokens",
-    "budgets.max_tokens": "max_seq_length max_length max_model_len",
+    "rl.loss = { clip_low = 0.2 }": "epsilon clip_ratio_low",
+    "rl.loss = { clip_low = 0.2, clip_high = 0.2 }": "clip_ratio",
+    "rl.loss = { clip_high = 0.28 }": "epsilon_high clip_ratio_high",
+    "rl.loss = gspo": "importance_sampling_level",
+    "rl.correction = { name = truncated, high = 2.0 }": "vllm_importance_sampling_cap tis_imp_ratio_cap",
+    "rl.algorithm = { name = ppo, discount = 1.0 }": "gamma",
+    "rl.algorithm = { name = ppo, lam = 0.95 }": "lam",
+    "rl.staleness": "max_async_level async_level max_off_policy_steps",
+    "rl.reference_sync": "sync_ref_model",
+    "rl.reference_sync.every": "ref_model_sync_steps",
+    "rl.reference_sync.mixup_alpha": "ref_model_mixup_alpha",
+    "rl.broken.over_length = mask": "mask_truncated_completions",
+    "rl.loss_mask": "mask_env_responses mask_env_response",
+    "budgets.max_turn_tokens": "max_completion_length max_response_length max_new_tokens max_completion_tokens",
+    "budgets.max_tokens": "max_seq_length max_length max_model_len seq_len max_seq_len",
     "budgets.max_turns": "max_assistant_turns",
     "sampling.temperature": "temperature",
     "model.lora.rank": "lora_r lora_rank r",
@@ -67,6 +79,10 @@ _KEYS_ELSEWHERE = {
     "model.name": "model_name_or_path model_path base_model",
     "model.dtype": "torch_dtype",
     "model.dtype = bfloat16": "bf16",
+    "model.chat_template_kwargs = { enable_thinking = false }": "enable_thinking",
+    "max_in_flight": "max_concurrent max_concurrent_rollouts",
+    "agent.envs": "env_id env_args",
+    "agent.system": "system_prompt",
     "engine.memory": "gpu_memory_utilization vllm_gpu_memory_utilization",
     "engine.max_running": "max_num_seqs",
     "engine.tokens_per_step": "max_num_batched_tokens",
@@ -75,11 +91,13 @@ _KEYS_ELSEWHERE = {
     "tasks.train = dataset:NAME:CONFIG@SPLIT": "dataset_config",
     "tasks.evaluation": "eval_dataset val_files",
     "tasks.columns = { prompt = question }": "prompt_key",
-    "rewards": "reward_funcs reward_functions reward_fn",
+    "rewards": "reward_funcs reward_functions reward_fn rubric reward_weights",
     "run.folder": "output_dir",
     "run.checkpoint_every": "save_steps save_freq",
-    "run.keep_checkpoints": "save_total_limit",
+    "run.keep_checkpoints": "save_total_limit keep_last",
     "evaluation.every": "eval_steps test_freq",
+    "evaluation.tasks": "num_examples",
+    "evaluation.attempts": "num_generations_eval",
     "run.wandb.project": "report_to wandb_project project_name",
     "run.wandb.name": "run_name experiment_name",
 }
@@ -218,6 +236,11 @@ def _unknown(
 ) -> str:
     """Suggested replacement for an unknown key of the table at `place`; keys of other tables in full."""
     known = sorted({name for table in tables for name in table.model_fields})
+    kinds = [kind for table in tables for kind in _tags_of(table)] or [_dotted(place)]
+    renamed: Mapping[str, str] = getattr(whole, "renamed", {})
+    for kind in kinds:
+        if (new := renamed.get(f"{kind}.{key}")) is not None:
+            return f"is called otherwise now: {new.format(table=_dotted(place))}"
     path, _, value = OTHER_FRAMEWORKS_KEYS.get(key.lower(), "").partition(" = ")
     parts = path.split(".")
     # in this table or in one inside it, where that has it; then this table's key of that beginning

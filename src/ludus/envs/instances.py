@@ -36,7 +36,7 @@ class PoolConfig(Config):
     """How the instances of one environment are kept."""
 
     size: int | None = Field(default=None, ge=1)
-    """Most instances alive at once; agent.env_pool when left out."""
+    """Most instances alive at once; 256 when left out (64 in `ludus serve`)."""
     max_wait: float = Field(default=300.0, gt=0)
     """Seconds that an episode waits for a free instance before it fails."""
     reset_timeout: float = Field(default=60.0, gt=0)

@@ -268,7 +268,7 @@ def load_served(references: Sequence[ToolReference]) -> ToolSet:
     for tool in tools_named([one for one in others if not (isinstance(one, dict) and "sandbox" in one)]):
         if tool.env is not None and env_name(tool.env) not in pools:
             name = env_name(tool.env)
-            pools[name] = EnvPool(tool.env, name=name, size=tool.pool_size or 64)
+            pools[name] = EnvPool(tool.env, name=name, size=64)
     tools = load_tools(others)
     return ServedTools(tools, pools) if pools else tools
 

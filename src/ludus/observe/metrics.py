@@ -138,7 +138,7 @@ TRAINING_METRICS: tuple[Metric, ...] = (
            "step that are not masked, those without advantage included.", "nats"),
     Metric("kl", "Mean estimate of KL(policy ‖ reference) at action tokens; absent without a reference.",
            "nats"),
-    Metric("kl_coefficient", "Weight of that divergence in this step; it changes with `kl_control`.", "1",
+    Metric("kl_coefficient", "Weight of that divergence in this step; it changes with `kl.control`.", "1",
            "last"),
     Metric("kl_old_k1", "Mean of log p_old - log p at action tokens, which were drawn from p_old: the k1 "
            "estimate of KL(p_old ‖ policy), the policy when the step began against each update's. verl's "
@@ -185,7 +185,7 @@ TRAINING_METRICS: tuple[Metric, ...] = (
            "sum"),
     Metric("lag_mean", "Mean over the episodes of a step of how many versions the oldest policy that took "
            "part in an episode is behind the one that is trained.", "versions"),
-    Metric("lag_max", "The largest such lag; at most staleness + ceil((staleness_window - 1) / tasks).",
+    Metric("lag_max", "The largest such lag; at most staleness + ceil((staleness.window - 1) / tasks).",
            "versions", "max"),
     Metric("versions_per_episode", "Mean number of policy versions whose tokens are in an episode.",
            "versions"),

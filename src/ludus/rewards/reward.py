@@ -161,7 +161,6 @@ class UserFunction(CheckedReward):
         retries: int = 0,
         options: Mapping[str, Any] | None = None,
         env: type | None = None,
-        pool_size: int | None = None,
     ) -> None:
         """`env` is the class of the environment that the function's `env` gets; see `@tool`."""
         self.function = function
@@ -175,15 +174,11 @@ class UserFunction(CheckedReward):
             raise ConfigError(f"{self.name!r}: timeout must be above 0 seconds, or None; not {timeout}")
         if retries < 0:
             raise ConfigError(f"{self.name!r}: retries cannot be {retries}")
-        self.env, self.pool_size = env, pool_size
+        self.env = env
         if env is not None and not (isinstance(env, type) and "env" in self.takes):
             raise ConfigError(
                 f"{self.name!r}: env={getattr(env, '__name__', env)} is the class of the environment that the "
                 "function's parameter 'env' gets: give a class, and take `env`"
-            )
-        if pool_size is not None and (env is None or pool_size < 1):
-            raise ConfigError(
-                f"{self.name!r}: pool_size={pool_size} is the size, 1 or more, of env's pool"
             )
         functools.update_wrapper(self, function, updated=())
 
@@ -210,7 +205,7 @@ class UserFunction(CheckedReward):
             else:
                 have = ", ".join([*SETTINGS, *sorted(self.option_names)])
                 raise ConfigError(f"{self.name!r} has no option {key!r}; it has: {have}")
-        settings |= {"env": self.env, "pool_size": self.pool_size}
+        settings |= {"env": self.env}
         return type(self)(self.function, **settings, options=options)
 
     async def _checked(self, values: Mapping[str, Any], parse: Callable[[Any], T]) -> T:
@@ -323,7 +318,6 @@ class RewardSettings(TypedDict, total=False):
     timeout: float | None
     retries: int
     env: type | None
-    pool_size: int | None
 
 
 @overload
@@ -344,7 +338,7 @@ def reward(
     The function takes any of `trajectory`, `task`, `envs`, `env`, `answer`, `target`, `messages`, by
     name, and returns a number, a dictionary of named parts, or None for unscored. With `per_turn` it
     returns a list: a number or None for each action. `weight` is applied once, where scores are summed.
-    `env` names the class of its environment, and `pool_size` how many instances there may be, as in `@tool`.
+    `env` names the class of its environment, as in `@tool`.
     A sync function runs in a thread. An error, a timeout or a value that is no score fails the episode.
     """
     kind = FunctionTurnReward if per_turn else FunctionReward

@@ -55,8 +55,6 @@ class Tool:
     """Whether an exception is the model's fault, an infrastructure failure, or judged by its kind ("auto")."""
     env: type | None = None
     """The class of the environment that the parameter `env` gets; a run with this tool needs no other entry."""
-    pool_size: int | None = None
-    """The most instances of that environment alive at once; a recipe's `agent.pools.NAME.size` comes first."""
 
     run: Callable[..., Any]
     _signature: Signature | None = None
@@ -237,7 +235,6 @@ def tool(
     on_timeout: Literal["fault", "failure"] = "fault",
     on_error: Literal["auto", "fault", "failure"] = "auto",
     env: type | None = None,
-    pool_size: int | None = None,
 ) -> Callable[[Callable[P, R]], FunctionTool[P, R]]: ...
 
 
@@ -290,7 +287,6 @@ def _check_options(tool: Tool) -> None:
         "on_timeout": tool.on_timeout in ("fault", "failure"),
         "on_error": tool.on_error in ("auto", "fault", "failure"),
         "env": tool.env is None or isinstance(tool.env, type),
-        "pool_size": tool.pool_size is None or (tool.pool_size >= 1 and tool.env is not None),
     }
     for option, good in checks.items():
         if not good:

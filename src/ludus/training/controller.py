@@ -60,7 +60,9 @@ async def within(seconds: float | None, what: Callable[[], str], awaited: Awaita
     except TimeoutError as error:
         if not deadline.expired():
             raise
-        text = f"waited {seconds:g} s for {what()}; rl.stall_seconds says how long a wait may be"
+        text = (
+            f"waited {seconds:g} s for {what()}; rl.staleness.stall_seconds says how long a wait may be"
+        )
         log.error("%s", text)
         raise StalledError(text) from error
 

@@ -19,6 +19,7 @@ from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import Any
 
+from ludus.core.config import apply_overrides
 from ludus.core.failures import failed_episodes_warning
 from ludus.core.trajectory import Group
 from ludus.observe import Checkpoint, RunWriter, explain_silence, prefixed, remove_directory
@@ -160,29 +161,19 @@ class Trainer:
 
     def _end_early(self, number: int, reason: str) -> None:
         """The stage has as many steps as it has done, by the run's recipe too: it counts as finished."""
-        done, config = self.progress.done, self.recipe.stages[number]
+        done, (where, config) = self.progress.done, self.recipe.named_stages[number]
         log.warning(
             "stopped early, after %d of %d steps: %s; %s.steps is %d in the run's recipe now",
             done,
             config.total_steps,
             reason,
-            self.recipe.named_stages[number][0],
+            where,
             done,
         )
-        raw = self.run.recipe()
-        table = raw["stage"][number] if raw.get("stage") else raw[self.recipe.named_stages[number][0]]
-        table["steps"] = done
-        self.run.replace_recipe(raw)
+        self.run.replace_recipe(apply_overrides(self.run.recipe(), [f"{where}.steps={done}"]))
         shorter = config.model_copy(update={"steps": done})
-        self.recipe = (
-            self.recipe.model_copy(
-                update={
-                    "stage": (*self.recipe.stage[:number], shorter, *self.recipe.stage[number + 1 :])
-                }
-            )
-            if self.recipe.stage
-            else self.recipe.model_copy(update={"rl": shorter})
-        )
+        stages = self.recipe.stages
+        self.recipe = self.recipe.with_stages([*stages[:number], shorter, *stages[number + 1 :]])
 
     async def _advance(self, stage: Stage[Any]) -> None:
         result = await stage.advance(self.progress.done)

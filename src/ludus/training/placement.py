@@ -18,14 +18,13 @@ from ludus.core.generation import Engine
 from ludus.core.messages import ToolSet
 from ludus.core.registry import Registry
 from ludus.engine import EngineConfig
-from ludus.envs import PoolConfig
 from ludus.rewards.scorer import takes_strictness
 from ludus.rewards.scores import RewardTraits, StatefulReward
 from ludus.tools import Tool
 from ludus.tools.hosting import ToolReference
 from ludus.tools.library import tools_named
 from ludus.training.config.cluster import launched_rank
-from ludus.training.config.parts import Parts
+from ludus.training.config.parts import Parts, has_own_sets
 from ludus.training.config.paths import with_absolute_paths
 from ludus.training.config.recipe import Recipe
 from ludus.training.models.loading import device_of
@@ -55,7 +54,7 @@ def hosted_parts(recipe: Recipe, parts: Parts) -> HostedParts:
     """Parts that `cluster.tools` moves to the cluster; others are refused, or stay by a rule."""
     if not recipe.cluster.tools:
         return HostedParts()
-    if recipe.task_sets:
+    if has_own_sets(recipe):
         raise ConfigError(
             "cluster.tools has one set of tools and environments, and the recipe has [[task_sets]]: serve "
             "theirs with `ludus serve tools` or `ludus serve env`, and name the addresses"
@@ -65,7 +64,7 @@ def hosted_parts(recipe: Recipe, parts: Parts) -> HostedParts:
     tools = [one for one in raw["agent"]["tools"] if not _is_address(one)]
     found = HostedParts(
         tools,
-        {name: _served(name, env, recipe, parts) for name, env in raw["agent"]["envs"].items()
+        {name: _served(name, env, recipe) for name, env in raw["agent"]["envs"].items()
          if not _is_address(env)},
         {place: raw["rewards"][place] for place, one in enumerate(parts.rewards) if _can_move(one)},
         [one for one in raw["agent"]["tools"] if _is_address(one)],
@@ -112,16 +111,10 @@ def _can_move(reward: Any) -> bool:
     )
 
 
-def _served(name: str, env: str, recipe: Recipe, parts: Parts) -> dict[str, Any]:
-    settings = recipe.agent.pools.get(name, PoolConfig()).model_dump(mode="json")
-    settings["size"] = ceil(pool_size(name, recipe, parts) / recipe.cluster.tools)
+def _served(name: str, env: str, recipe: Recipe) -> dict[str, Any]:
+    settings = recipe.agent.pool(name).model_dump(mode="json")
+    settings["size"] = ceil(settings["size"] / recipe.cluster.tools)
     return {"env": env, "name": name, "pool": settings}
-
-
-def pool_size(name: str, recipe: Recipe, parts: Parts) -> int:
-    """Most instances of an environment at once."""
-    given = recipe.agent.pools.get(name, PoolConfig()).size
-    return given or parts.pool_sizes.get(name) or recipe.agent.env_pool
 
 
 def with_hosted(
@@ -138,9 +131,9 @@ def with_hosted(
     """
     pools = dict(recipe.agent.pools)
     for name in plan.envs:
-        own = pools.get(name, PoolConfig())
-        here = {"size": pool_size(name, recipe, parts), "isolation": None, "memory_mb": None}
-        pools[name] = own.model_copy(update={**here, "options": {}, "spares": 0, "time_to_live": None})
+        here: dict[str, Any] = {"isolation": None, "memory_mb": None, "time_to_live": None}
+        here |= {"options": {}, "spares": 0}
+        pools[name] = recipe.agent.pool(name).model_copy(update=here)
     agent = recipe.agent.model_copy(update={"pools": pools})
     moved = dict(zip(plan.rewards, rewards, strict=True))
     changed = replace(

@@ -67,23 +67,24 @@ def _check_optimizers(recipe: Recipe, device: torch.device) -> None:
 def _check_tasks(recipe: Recipe, parts: Parts) -> None:
     refuse_stray_tasks(recipe, parts)
     plays = any(stage.needs_tasks for stage in recipe.stages)
-    if plays and not (parts.tasks or recipe.task_sets):
+    if plays and not (parts.tasks or any(one.train for one in recipe.sets)):
         raise ConfigError("there are no tasks to train on: set tasks.train, or pass tasks=")
     if not any(stage.needs_rewards for stage in recipe.stages):
         return
     # a program reports its rewards, which shows only when it is played
     shared = bool(parts.rewards or parts.group_rewards or getattr(parts.agent, "reports_rewards", False))
     # environments pay for steps, which shows only when they are played
-    if not (shared or parts.all_envs or recipe.task_sets):
+    for one in task_set_specs(recipe, parts):
+        if shared or one.parts.rewards or one.parts.group_rewards or one.parts.all_envs:
+            continue
+        if one.config is not None:
+            raise ConfigError(
+                f"nothing is rewarded in the task set {one.name!r}: list rewards, or its own"
+            )
         raise ConfigError(
             "nothing is rewarded, so nothing can be learned: list rewards, pass rewards=, or let an "
             "environment pay for its steps"
         )
-    for one in task_set_specs(recipe, parts) if recipe.task_sets else ():
-        if not (shared or one.parts.rewards or one.parts.group_rewards or one.parts.all_envs):
-            raise ConfigError(
-                f"nothing is rewarded in the task set {one.name!r}: list rewards, or its own"
-            )
 
 
 def _check_pools(recipe: Recipe, parts: Parts) -> None:
@@ -149,5 +150,4 @@ def with_step_counts(recipe: Recipe, parts: Parts) -> Recipe:
         found = task_set_specs(recipe, parts)[0].parts.tasks if callable(shown) else shown
         return stage.with_steps(len(found))
 
-    first = None if recipe.warm_start is None else counted(recipe.warm_start)
-    return recipe.model_copy(update={"stage": tuple(map(counted, recipe.stage)), "warm_start": first})
+    return recipe.with_stages(map(counted, recipe.stages))

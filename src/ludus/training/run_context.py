@@ -29,7 +29,7 @@ from ludus.core.tokenizer import Tokenizer
 from ludus.core.trajectory import Trajectory
 from ludus.engine import EmbeddedEngine, FakeEngine
 from ludus.engine.servers import TranscriptTokenizer
-from ludus.envs import EnvPool, PoolConfig
+from ludus.envs import EnvPool
 from ludus.model import use_ludus_attention
 from ludus.observe import diagnose
 from ludus.rewards import Scorer
@@ -347,7 +347,7 @@ def build_task_sets(recipe: Recipe, parts: Parts, engine: Engine, tokenizer: Tok
 
 def build_rollout(recipe: Recipe, parts: Parts, engine: Engine, tokenizer: Tokenizer) -> Rollout:
     """The rollout that a recipe describes, on any engine."""
-    format = load_format(recipe.agent.format, **recipe.agent.format_options)
+    format = load_format(recipe.agent.format.name or "hermes", **recipe.agent.format.options)
     if recipe.agent.turns == "inline" and isinstance(tokenizer, TranscriptTokenizer):
         raise ConfigError(
             'agent.turns = "inline" goes on in an open turn of the assistant, which a chat server cannot: name '
@@ -382,12 +382,10 @@ def _scorer(parts: Parts) -> Scorer:
 
 
 def _pools(parts: Parts, agent: AgentConfig) -> dict[str, EnvPool]:
-    found, sizes = {}, parts.pool_sizes
-    for name, factory in parts.all_envs.items():
-        settings = agent.pools.get(name, PoolConfig()).model_dump()
-        settings["size"] = settings["size"] or sizes.get(name) or agent.env_pool
-        found[name] = EnvPool(factory, name=name, **settings)
-    return found
+    return {
+        name: EnvPool(factory, name=name, **agent.pool(name).model_dump())
+        for name, factory in parts.all_envs.items()
+    }
 
 
 async def _corpus(recipe: Recipe, parts: Parts) -> list[str]:

@@ -177,7 +177,8 @@ def _model_name(recipe: Mapping[str, Any]) -> str:
 def _algorithm(recipe: Mapping[str, Any]) -> str:
     rl = recipe.get("rl")
     if isinstance(rl, Mapping) and rl.get("steps", 1):
-        return str(rl.get("algorithm", "grpo"))
+        algorithm = rl.get("algorithm", "grpo")
+        return str(algorithm.get("name") if isinstance(algorithm, Mapping) else algorithm)
     stages = recipe.get("stage")
     kinds = [str(one.get("kind", "")) for one in stages or () if isinstance(one, Mapping)]
     return " + ".join(dict.fromkeys(kinds)) or ("sft" if recipe.get("warm_start") else "")

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_serializer
 
-from ludus.core.config import Config, Place
+from ludus.core.config import ChoiceConfig, Config, Place
 from ludus.envs import PoolConfig
 from ludus.rollouts.agent import ProgramConfig
 from ludus.rollouts.recorder import Budgets
@@ -38,8 +38,6 @@ class AgentConfig(Config):
     """A memory of tool results, to replay them (docs/recording.md)."""
     envs: dict[str, str] = Field(default_factory=dict)
     """Environments by name: a prebuilt one's name, 'module:Class', a server's address (docs/services.md)."""
-    env_pool: int = Field(default=256, ge=1)
-    """Most instances of each environment alive at once."""
     pools: dict[str, PoolConfig] = Field(default_factory=dict)
     """How instances are kept, by the environment's name: [agent.pools.shop] size = 8, max_wait = 600."""
     step_rewards: Literal["sum", "max", "last"] | None = None
@@ -48,10 +46,9 @@ class AgentConfig(Config):
     """The agent: a class, 'command: python my_agent.py', or a function of (task, base_url, key)."""
     program: ProgramConfig = ProgramConfig()
     """How a command or function plays an episode."""
-    format: str = "hermes"
-    """How tool calls are written: hermes, llama3, tags, fenced, react, plain."""
-    format_options: dict[str, Any] = Field(default_factory=dict)
-    """Settings of the format, such as which tag stands for which tool."""
+    format: ChoiceConfig = ChoiceConfig(name="hermes")
+    """How tool calls are written: hermes, llama3, tags, fenced, react, plain; or { name = "tags", result =
+    "observation" } with settings of the format."""
     history: Literal["strict", "keep", "split"] = "strict"
     """What to do when the chat template rewrites earlier turns: refuse, keep them, or split the episode."""
     turns: Literal["chat", "inline"] = "chat"
@@ -61,18 +58,19 @@ class AgentConfig(Config):
     workflows: WorkflowConfig | None = None
     """How similar tasks were done before, for the prompt: [agent.workflows] file = "workflows.json"."""
 
+    def pool(self, name: str) -> PoolConfig:
+        """How instances of an environment are kept."""
+        own = self.pools.get(name, PoolConfig())
+        return own.model_copy(update={"size": own.size or 256})
 
-class TaskSetConfig(Config):
+
+class TaskSetConfig(TasksConfig):
     """One of several task sets. What it leaves out is as the recipe says."""
 
     name: str = Field(pattern=r"^[\w.-]+$")
     """Name of the set, also in its metrics: sets/NAME/..."""
     train: Place
     """Tasks to learn from: a file, 'dataset:NAME:CONFIG@SPLIT', or 'module:function'."""
-    evaluation: Place | None = None
-    """Held-out tasks."""
-    columns: dict[str, str] = Field(default_factory=dict)
-    """Which column of the data is which field, as in tasks.columns."""
     weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Its share of the tasks, relative to the other sets' weights."""
     tools: tuple[str | dict[str, Any], ...] | None = None

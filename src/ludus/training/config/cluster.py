@@ -27,8 +27,8 @@ class ClusterConfig(Config):
     left out, for servers on this machine."""
     trainer_ranks: int | None = Field(default=None, ge=1, le=65536)
     """Processes that train, one per GPU; 1 when left out, or as many as torchrun has started."""
-    replicas: int = Field(default=1, ge=1)
-    """Copies of the model among the ranks (HSDP): each is sharded over trainer_ranks / replicas of them."""
+    dp_replicate: int = Field(default=1, ge=1)
+    """Copies of the model among the trainer ranks (HSDP): each is sharded over trainer_ranks / dp_replicate."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """Communication backend between ranks; auto is nccl on GPUs and gloo on CPUs."""
     timeout: float = Field(default=600.0, gt=0)
@@ -83,9 +83,10 @@ class ClusterConfig(Config):
 
     @model_validator(mode="after")
     def _divisible(self) -> ClusterConfig:
-        if self.replicas > 1 and self.trainer_ranks is not None and self.trainer_ranks % self.replicas:
+        if self.trainer_ranks is not None and self.trainer_ranks % self.dp_replicate:
             raise ValueError(
-                f"cluster.replicas = {self.replicas} must divide cluster.trainer_ranks = {self.trainer_ranks}"
+                f"cluster.dp_replicate = {self.dp_replicate} must divide cluster.trainer_ranks = "
+                f"{self.trainer_ranks}"
             )
         return self
 

@@ -57,13 +57,7 @@ class Parts:
         """The environments by name: those that are listed, and those that tools and rewards name (`env=`)."""
         return {**self.envs, **{name: one.env for name, one in self._named_envs().items()}}
 
-    @property
-    def pool_sizes(self) -> dict[str, int]:
-        """The sizes of pools that tools and rewards name (`pool_size=`), by environment."""
-        sizes = {name: one.pool_size for name, one in self._named_envs(also_listed=True).items()}
-        return {name: size for name, size in sizes.items() if size is not None}
-
-    def _named_envs(self, *, also_listed: bool = False) -> dict[str, NamedEnv]:
+    def _named_envs(self) -> dict[str, NamedEnv]:
         found: dict[str, NamedEnv] = {}
         for one in named_envs(self.tools, self.rewards):
             listed = [name for name, factory in self.envs.items() if _makes(factory, one.env)]
@@ -75,7 +69,7 @@ class Parts:
                     f"two environments are called {names[0]!r}: {_shown(self.envs[names[0]])} is listed "
                     f"(agent.envs), and {one.by} names {_shown(one.env)}; list both, under different names"
                 )
-            for name in names if also_listed or not listed else ():
+            for name in () if listed else names:
                 found[name] = one.joined_with(found.get(name), name)
         return found
 
@@ -85,7 +79,6 @@ class NamedEnv:
     """An environment that a tool or a reward names by `env=`."""
 
     env: type
-    pool_size: int | None
     by: str
 
     def joined_with(self, other: NamedEnv | None, name: str) -> NamedEnv:
@@ -99,23 +92,18 @@ class NamedEnv:
                 f"two environments are called {name!r}: {other.by} names {_shown(other.env)}, and {self.by} "
                 f"names {_shown(self.env)}; list both in agent.envs, under different names"
             )
-        if None not in (self.pool_size, other.pool_size) and self.pool_size != other.pool_size:
-            raise ConfigError(
-                f"the environment {name!r} has one pool, but {other.by} says pool_size={other.pool_size} and "
-                f"{self.by} says pool_size={self.pool_size}: give it once"
-            )
-        return self if self.pool_size is not None else replace(self, pool_size=other.pool_size)
+        return self
 
 
 def named_envs(tools: Sequence[Any], rewards: Sequence[Any]) -> Iterator[NamedEnv]:
     """Environments that tools and rewards name."""
     for one in tools_named(list(tools)):
         if one.env is not None:
-            yield NamedEnv(one.env, one.pool_size, f"the tool {one.name or one!r}")
+            yield NamedEnv(one.env, f"the tool {one.name or one!r}")
     found: dict[str, Any] = rewards_by_name(build_reward(spec) for spec in rewards)
     for name, reward in found.items():
         if getattr(reward, "env", None) is not None:
-            yield NamedEnv(reward.env, reward.pool_size, f"the reward {name!r}")
+            yield NamedEnv(reward.env, f"the reward {name!r}")
 
 
 def _makes(factory: Any, kind: type) -> bool:
@@ -362,16 +350,22 @@ class TaskSetSpec:
 
 
 def task_set_specs(recipe: Recipe, parts: Parts) -> list[TaskSetSpec]:
-    """The task sets of a recipe, loaded; for one that names none, the one that it describes itself."""
+    """The task sets of a recipe, loaded."""
     refuse_stray_tasks(recipe, parts)
-    if not recipe.task_sets:
-        return [TaskSetSpec(ONLY, recipe, parts)]
-    return [_plan(recipe, config, parts) for config in recipe.task_sets]
+    return [
+        _plan(recipe, one, parts) if isinstance(one, TaskSetConfig) else TaskSetSpec(ONLY, recipe, parts)
+        for one in recipe.sets
+    ]
+
+
+def has_own_sets(recipe: Recipe) -> bool:
+    """Whether its task sets bring their own tasks and, it may be, tools: [[task_sets]]."""
+    return any(isinstance(one, TaskSetConfig) for one in recipe.sets)
 
 
 def refuse_stray_tasks(recipe: Recipe, parts: Parts) -> None:
     """Refuse tasks that were passed beside task sets: no set would play them."""
-    if recipe.task_sets and (parts.tasks or parts.held_out):
+    if has_own_sets(recipe) and (parts.tasks or parts.held_out):
         raise ConfigError(
             "the recipe has [[task_sets]], which bring their own tasks: leave out tasks= and held_out="
         )

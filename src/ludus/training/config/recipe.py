@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import Annotated, Any, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from ludus.core.config import Config
 from ludus.engine import EngineConfig
@@ -23,14 +22,10 @@ from ludus.training.config.stages import (
     BaseStageConfig,
     DistillationConfig,
     EvaluationStageConfig,
-    OptimizerConfig,
     PreferenceConfig,
     RejectionConfig,
     SFTConfig,
 )
-
-log = logging.getLogger(__name__)
-
 
 StageConfig = Annotated[
     SFTConfig
@@ -47,8 +42,38 @@ STAGE_CONFIGS: tuple[type[BaseStageConfig], ...] = get_args(get_args(StageConfig
 """The kinds of stages, in the order of their settings."""
 
 
+RENAMED = {
+    "agent.env_pool": "agent.pools.NAME.size",
+    "agent.format_options": "agent.format = {{ name = ..., OPTION = ... }}",
+    "cluster.replicas": "cluster.dp_replicate",
+    "rl.options": "{table}.algorithm = {{ name = ..., OPTION = ... }}",
+    "rl.loss_options": "{table}.loss = {{ name = ..., OPTION = ... }}",
+    "rl.aggregation_options": "{table}.aggregation = {{ name = ..., OPTION = ... }}",
+    "rl.correction_options": "{table}.correction = {{ name = ..., OPTION = ... }}",
+    "rl.kl_control": "{table}.kl = {{ weight = ..., control = ... }}",
+    "rl.kl_estimator": "{table}.kl = {{ weight = ..., estimator = ... }}",
+    "rl.kl_in": "{table}.kl = {{ weight = ..., place = ... }}",
+    "rl.staleness_window": "{table}.staleness = {{ steps = ..., window = ... }}",
+    "rl.stale_updates": "{table}.staleness = {{ steps = ..., updates = ... }}",
+    "rl.stall_seconds": "{table}.staleness = {{ steps = ..., stall_seconds = ... }}",
+    "dpo.beta": "{table}.loss = {{ name = ..., beta = ... }}",
+    "dpo.gamma": "{table}.loss = {{ name = ..., gamma = ... }}",
+    "dpo.desirable_weight": "{table}.loss = {{ name = ..., desirable_weight = ... }}",
+    "dpo.undesirable_weight": "{table}.loss = {{ name = ..., undesirable_weight = ... }}",
+    "sft.max_failures": "max_failures, above all tables",
+    "rl.max_failures": "max_failures, above all tables",
+    "dpo.max_failures": "max_failures, above all tables",
+    "rejection.max_failures": "max_failures, above all tables",
+    "distill.max_failures": "max_failures, above all tables",
+    "eval.max_failures": "max_failures, above all tables",
+}
+"""Keys of 0.1, by the kind of stage or the table, and what is written now. 0.3 deletes this table."""
+
+
 class Recipe(Config):
     """Everything about a run that is data. What is code is named by reference."""
+
+    renamed = RENAMED
 
     name: str = "run"
     """Names the run's folder."""
@@ -71,11 +96,13 @@ class Recipe(Config):
     max_failures: float = Field(default=0.5, gt=0, le=1)
     """The run stops with an error when a larger share of the episodes it plays failed through our fault."""
     warm_start: SFTConfig | None = None
+    """The short form of a first [[stage]] of kind "sft": supervised learning on demonstrations."""
     rl: RLConfig = RLConfig()
+    """The short form of a [[stage]] of kind "rl", after the warm start: reinforcement learning."""
     stage: tuple[StageConfig, ...] = ()
-    """The stages in order, instead of a warm start and RL: tables with kind = sft, rl, dpo, ..."""
+    """The stages in order: tables with kind = sft, rl, dpo, ... [warm_start] and [rl] are short for two."""
     task_sets: tuple[TaskSetConfig, ...] = ()
-    """Several task sets in one run, instead of [tasks]."""
+    """Several task sets in one run, each with what is its own; [tasks] is short for a single one."""
     evaluation: EvaluationConfig = EvaluationConfig()
     run: RunConfig = RunConfig()
     synth: dict[str, dict[str, Any]] = Field(default_factory=dict)
@@ -112,37 +139,6 @@ class Recipe(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _lift_max_failures(cls, raw: Any) -> Any:
-        """`max_failures` was a key of each stage: the largest that was set becomes the recipe's."""
-        if not isinstance(raw, Mapping):
-            return raw
-        raw = dict(raw)
-        found: dict[str, Any] = {}
-        for name in ("warm_start", "rl", "stage"):
-            several = isinstance(raw.get(name), list | tuple)
-            tables = list(raw[name]) if several else [raw.get(name)]
-            for number, table in enumerate(tables):
-                if isinstance(table, Mapping) and "max_failures" in table:
-                    place = f"{name}.{number}" if several else name
-                    found[place] = table["max_failures"]
-                    tables[number] = {key: table[key] for key in table if key != "max_failures"}
-            if name in raw:
-                raw[name] = tables if several else tables[0]
-        usual = cls.model_fields["max_failures"].default
-        given = [value for value in found.values() if value not in (None, usual)]
-        if given and "max_failures" not in raw:
-            raw["max_failures"] = max(given, key=lambda one: one if isinstance(one, float | int) else 0)
-        if found:
-            log.warning(
-                "%s: max_failures is a key of the whole recipe, not of a stage: write max_failures = %s at its "
-                "top, above all tables. This is the value in effect",
-                ", ".join(f"{place}.max_failures" for place in found),
-                raw.get("max_failures", usual),
-            )
-        return raw
-
-    @model_validator(mode="before")
-    @classmethod
     def _without_warm_start(cls, raw: Any) -> Any:
         """`warm_start.steps = 0` leaves the warm start out, as `rl.steps = 0` does RL."""
         first = raw.get("warm_start") if isinstance(raw, Mapping) else None
@@ -150,10 +146,8 @@ class Recipe(Config):
         return {**raw, "warm_start": None} if is_left_out else raw
 
     @model_validator(mode="after")
-    def _one_plan(self) -> Recipe:
-        # run folders of earlier versions spell out the learning rate of an [rl] that is not used
-        unused = (RLConfig(), RLConfig(optimizer=OptimizerConfig(learning_rate=1e-6)))
-        if self.stage and (self.warm_start is not None or self.rl not in unused):
+    def _one_form(self) -> Recipe:
+        if self.stage and (self.warm_start is not None or self.rl != RLConfig()):
             raise ValueError("[[stage]] tables replace [warm_start] and [rl]; give the one or the other")
         names = [one.name for one in self.task_sets]
         if len(set(names)) < len(names):
@@ -163,15 +157,17 @@ class Recipe(Config):
         check_recipe(self)
         return self
 
-    @property
-    def first_sft(self) -> SFTConfig:
-        """The first stage that imitates: what is passed stands in for the demonstrations that it names."""
-        imitating = [stage for stage in self.stages if isinstance(stage, SFTConfig)]
-        return imitating[0] if imitating else SFTConfig()
+    @model_serializer(mode="wrap")
+    def _without_the_other_form(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        made: dict[str, Any] = handler(self)
+        unused = ("warm_start", "rl") if self.stage else ("stage",)
+        for name in (*unused, "tasks" if self.task_sets else "task_sets"):
+            made.pop(name, None)
+        return made
 
     @property
     def stages(self) -> tuple[StageConfig, ...]:
-        """The stages of the run, in order."""
+        """The stages of the run, in order: [[stage]], or what [warm_start] and [rl] are short for."""
         if self.stage:
             return self.stage
         first = () if self.warm_start is None else (self.warm_start,)
@@ -179,12 +175,30 @@ class Recipe(Config):
 
     @property
     def named_stages(self) -> list[tuple[str, StageConfig]]:
-        """The stages, each with what its table is called."""
-        usual = {"sft": "warm_start", "rl": "rl"}
+        """The stages, each with the key of its table in the recipe as it was written."""
+        short = {"sft": "warm_start", "rl": "rl"}
         return [
-            (f"stage.{number}" if self.stage else usual[stage.kind], stage)
+            (f"stage.{number}" if self.stage else short[stage.kind], stage)
             for number, stage in enumerate(self.stages)
         ]
+
+    def with_stages(self, stages: Iterable[StageConfig]) -> Recipe:
+        """The recipe with these stages, of the same kinds, in place of its own, under the same keys."""
+        if self.stage:
+            return self.model_copy(update={"stage": tuple(stages)})
+        return self.model_copy(
+            update={name: one for (name, _), one in zip(self.named_stages, stages, strict=True)}
+        )
+
+    @property
+    def first_sft(self) -> SFTConfig:
+        """The first stage that imitates: what is passed stands in for the demonstrations that it names."""
+        return next((one for one in self.stages if isinstance(one, SFTConfig)), SFTConfig())
+
+    @property
+    def sets(self) -> tuple[TasksConfig, ...]:
+        """The task sets: [[task_sets]], each with a name and settings of its own, or [tasks] alone."""
+        return self.task_sets or (self.tasks,)
 
 
 PER_SET = ("success", "reward", "turns", "episodes")
@@ -198,9 +212,9 @@ def check_recipe(recipe: Recipe) -> None:
     """Raise a `ValueError` that names the key."""
     for where, value in _not_finite(recipe.model_dump(), ""):
         raise ValueError(f"{where}: must be a finite number (given: {value!r})")
-    names = [one.name for one in recipe.task_sets]
+    names = [one.name for one in recipe.sets if isinstance(one, TaskSetConfig)]
     per_set = [f"sets/{name}/{metric}" for name in names for metric in PER_SET]
-    own_budgets = [one.budgets for one in recipe.task_sets] or [None]
+    own_budgets = [getattr(one, "budgets", None) for one in recipe.sets]
     for where, stage in recipe.named_stages:
         if isinstance(stage, RLConfig):
             check_followed_metrics(stage, where, per_set if len(names) > 1 else [])

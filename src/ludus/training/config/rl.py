@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from ludus.core.config import Config
+from ludus.core.config import ChoiceConfig, Config, ShortConfig
 from ludus.rollouts.tree import TreeConfig
 from ludus.training.config.model import ModelConfig
 from ludus.training.config.rl_checks import check_rl
@@ -101,12 +101,45 @@ class PlateauConfig(Config):
 
 
 class KLControlConfig(Config):
-    """An adaptive KL coefficient (Ziegler et al., 2019; verl's `kl_ctrl.type: adaptive`); `kl` is the first."""
+    """An adaptive KL weight, which begins at `kl.weight` (Ziegler et al., 2019; verl's adaptive `kl_ctrl`)."""
 
     target: float = Field(gt=0)
     """The divergence from the reference to come to, in nats per token."""
     horizon: int = Field(default=10000, ge=1)
     """Episodes over which it changes by a fifth at most; nor does it change by more in a single step."""
+
+
+class KLConfig(ShortConfig):
+    """The divergence from the model that the stage started from; a number is its weight."""
+
+    short = "weight"
+
+    weight: float = Field(default=0.0, ge=0)
+    """Its weight; at 0 no reference is loaded."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """How it is estimated from the sampled tokens."""
+    place: Literal["loss", "reward"] = "loss"
+    """Whether it is part of the loss, or of each token's reward."""
+    control: KLControlConfig | None = None
+    """Let the weight adapt, so that the divergence comes to a target."""
+
+
+class StalenessConfig(ShortConfig):
+    """How far the policy that plays may be behind the one that is trained; a number is its `steps`."""
+
+    short = "steps"
+
+    steps: int = Field(default=0, ge=0)
+    """Steps that it may be behind: 0 waits for every episode of a step, above 0 episodes are played while
+    others are trained on (asynchronous training)."""
+    window: int = Field(default=1, ge=1)
+    """Groups within which a finished one may be trained before an older one that is still being played: 1 is
+    strict order. The lag is at most steps + ceil((window - 1) / rl.tasks) steps."""
+    updates: bool = False
+    """Allow several updates or epochs in a step with steps > 0, each of which adds to the lag."""
+    stall_seconds: float = Field(default=3600.0, gt=0)
+    """With steps > 0: seconds without a finished group after which a run that waits for one ends, and says for
+    what it waits."""
 
 
 class ReferenceSyncConfig(Config):
@@ -155,23 +188,17 @@ class RLConfig(BaseStageConfig):
 
     kind: Literal["rl"] = "rl"
     """What kind of stage this is."""
-    algorithm: str = "grpo"
-    """How rewards become advantages and a loss: a name from docs/algorithms.md, or 'file.py:function'."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the algorithm's advantages, such as { discount = 0.99 }."""
-    loss: str | None = None
-    """Another loss than the algorithm's own: clipped, dual_clip, gspo, cispo, policy_gradient."""
-    loss_options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the loss, such as { clip_low = 0.2, clip_high = 0.28 }."""
-    aggregation: str | None = None
-    """Another average over tokens than the algorithm's own: token, sequence, sequence_sum, length."""
-    aggregation_options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the aggregation, such as { length = 512 }."""
-    correction: str | None = None
-    """Importance correction for samples of another policy: truncated (TIS), masked (MIS), or none. When left
-    out, truncated with staleness > 0, and none without."""
-    correction_options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the correction, such as { high = 2.0 }."""
+    algorithm: ChoiceConfig = ChoiceConfig(name="grpo")
+    """How rewards become advantages and a loss: a name (`ludus train --help` lists them; docs/algorithms.md) or
+    'file.py:function', or { name = "ppo", lam = 0.95 } with options of the advantages."""
+    loss: ChoiceConfig = ChoiceConfig()
+    """Another loss than the algorithm's own, as { name = "cispo", clip_high = 4 }; options alone are for the
+    algorithm's own."""
+    aggregation: ChoiceConfig = ChoiceConfig()
+    """Another average over tokens than the algorithm's own, or its options: { length = 512 }."""
+    correction: ChoiceConfig = ChoiceConfig()
+    """Importance correction for samples of another policy: truncated (TIS), masked (MIS), or none, as { name =
+    "masked", high = 2.0 }. When left out, truncated with staleness, and none without."""
     steps: int = Field(default=100, ge=0)
     """Training steps: play, score, update."""
     tasks: int = Field(default=16, ge=1)
@@ -182,33 +209,18 @@ class RLConfig(BaseStageConfig):
     """Play each group as a tree: attempts that branch off others share their first turns (docs/trees.md)."""
     replay_buffer: ReplayBufferConfig | None = None
     """Train on groups of earlier steps again, until they are too old or a tool has changed."""
-    staleness: int = Field(default=0, ge=0)
-    """Steps by which the policy that plays may be behind the one that is trained: 0 waits for every episode
-    of a step, above 0 episodes are played while others are trained on (asynchronous training)."""
-    staleness_window: int = Field(default=1, ge=1)
-    """Groups within which a finished one may be trained before an older one that is still being played: 1 is
-    strict order. The lag is at most staleness + ceil((staleness_window - 1) / tasks) steps."""
-    stale_updates: bool = False
-    """Allow several updates or epochs in a step with staleness > 0, each of which adds to the lag."""
-    stall_seconds: float = Field(default=3600.0, gt=0)
-    """With staleness > 0: seconds without a finished group after which a run that waits for one ends, and says
-    for what it waits."""
+    staleness: StalenessConfig = StalenessConfig()
+    """Asynchronous training: staleness = 1, or { steps = 1, window = 4 }."""
     updates: int = Field(default=1, ge=1)
     """Optimizer updates (mini-batches) in an epoch; the step's groups are split among them."""
     epochs: int = Field(default=1, ge=1, le=1000)
     """Passes over a step's episodes, of so many updates each (verl's `ppo_epochs`, TRL's `num_iterations`)."""
     target_kl: float | None = Field(default=None, gt=0)
     """Leave out a step's further updates once the policy has moved so far in it (`kl_old_k3`)."""
-    kl: float = Field(default=0.0, ge=0)
-    """Weight of the divergence from the model the stage started from; at 0 no reference is loaded."""
-    kl_control: KLControlConfig | None = None
-    """Let that weight adapt, so that the divergence comes to a target."""
+    kl: KLConfig = KLConfig()
+    """The divergence from the model the stage started from: 0.01, or { weight = 0.01, place = "reward" }."""
     reference_sync: ReferenceSyncConfig | None = None
     """Let the reference follow the policy from time to time."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """How the divergence is estimated from the sampled tokens."""
-    kl_in: Literal["loss", "reward"] = "loss"
-    """Whether the divergence is part of the loss, or of each token's reward."""
     entropy: float = Field(default=0.0, ge=0)
     """Weight of an entropy bonus."""
     critic: CriticConfig | None = None
@@ -258,16 +270,23 @@ class RLConfig(BaseStageConfig):
     @property
     def algorithm_settings(self) -> dict[str, Any]:
         """Keyword arguments for `load_algorithm`."""
-        names = ("options", "loss", "loss_options", "aggregation", "aggregation_options")
-        found = {name: getattr(self, name) for name in (*names, "correction_options")}
-        return {"name": self.algorithm, **found, "correction": self.importance_correction}
+        return {
+            "name": self.algorithm.name,
+            "options": self.algorithm.options,
+            "loss": self.loss.name,
+            "loss_options": self.loss.options,
+            "aggregation": self.aggregation.name,
+            "aggregation_options": self.aggregation.options,
+            "correction": self.importance_correction,
+            "correction_options": self.correction.options,
+        }
 
     @property
     def importance_correction(self) -> str | None:
         """The correction in effect: what is said, or the usual one of stale samples."""
-        if self.correction is None:
+        if self.correction.name is None:
             return "truncated" if self.has_stale_samples else None
-        return None if self.correction == "none" else self.correction
+        return None if self.correction.name == "none" else self.correction.name
 
     @property
     def starts_at_training_pass(self) -> bool:
@@ -276,10 +295,10 @@ class RLConfig(BaseStageConfig):
 
         It saves the pass that would compute it. What else needs the old policy before that has it computed.
         """
-        is_single = self.updates * self.epochs == 1 and self.loss_mask and self.kl_in == "loss"
+        is_single = self.updates * self.epochs == 1 and self.loss_mask and self.kl.place == "loss"
         return self.has_stale_samples and self.importance_correction is not None and is_single
 
     @property
     def has_stale_samples(self) -> bool:
         """Whether steps train on samples of older weights."""
-        return self.staleness > 0 or self.replay_buffer is not None
+        return self.staleness.steps > 0 or self.replay_buffer is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ludus.algos.specs import ALGORITHMS
+from ludus.algos.specs import ALGORITHMS, AlgorithmSpec
 from ludus.core.failures import ConfigError
 from ludus.rollouts.recorder import Budgets
 from ludus.training.data.curriculum import BUDGETS, check_settings
@@ -16,16 +16,20 @@ if TYPE_CHECKING:
 
 def check_rl(config: RLConfig) -> None:
     """Raise a `ValueError` for what could not learn."""
-    if config.algorithm.replace("-", "_").lower() in ("grpo_roc", "roc"):
+    name = config.algorithm.name
+    if name is None:
+        raise ValueError("algorithm.name must be given")
+    if name.replace("-", "_").lower() in ("grpo_roc", "roc"):
         raise ValueError(
             'GRPO-RoC is GRPO on resampled attempts: set algorithm = "grpo", and keep_attempts to about half '
             "of attempts, such as attempts = 16, keep_attempts = 8"
         )
-    by_length = config.aggregation in (None, "length")
-    if config.algorithm == "dr_grpo" and by_length and "length" not in config.aggregation_options:
+    spec, aggregation = ALGORITHMS.get(name), config.aggregation
+    by_length = spec is not None and spec.needs_options and aggregation.name in (None, "length")
+    if by_length and "length" not in aggregation.options:
         raise ValueError(
-            "dr_grpo divides by a fixed length: set aggregation_options = { length = N }, for instance "
-            "to the tokens that an episode says at most"
+            f"{name} divides by a fixed length: set aggregation = {{ length = N }}, for instance to the tokens "
+            "that an episode says at most"
         )
     try:
         check_settings(config.curriculum)
@@ -45,11 +49,15 @@ def check_rl(config: RLConfig) -> None:
         )
 
 
+def _spec(config: RLConfig) -> AlgorithmSpec | None:
+    return ALGORITHMS.get(config.algorithm.name or "")
+
+
 def _is_plain(config: RLConfig) -> bool:
     """Whether nothing can be wrong with the algorithm: a known name, and nothing said about its parts."""
     said = {name: value for name, value in config.algorithm_settings.items() if name != "name" and value}
     is_usual = config.attempts > 1 and config.critic is None and config.advantage_mask
-    spec = ALGORITHMS.get(config.algorithm)
+    spec = _spec(config)
     return spec is not None and not spec.needs_options and not said and is_usual
 
 
@@ -61,7 +69,7 @@ def _check_algorithm(config: RLConfig) -> None:
     _check_needs(config, has_critic=Need.CRITIC in needs)
     if config.attempts == 1 and config.steps and Need.SIBLINGS in needs:
         raise ValueError(
-            f"{config.algorithm} compares the attempts at a task with each other, so attempts = 1 can "
+            f"{config.algorithm.name} compares the attempts at a task with each other, so attempts = 1 can "
             'teach nothing; use at least 2, or an algorithm such as "reinforce" or "ppo"'
         )
 
@@ -69,13 +77,13 @@ def _check_algorithm(config: RLConfig) -> None:
 def _check_needs(config: RLConfig, has_critic: bool) -> None:
     if not config.advantage_mask and not has_critic:
         raise ValueError(
-            f"advantage_mask = false is about the recursion of a critic's advantages; {config.algorithm} "
+            f"advantage_mask = false is about the recursion of a critic's advantages; {config.algorithm.name} "
             "has none (ppo has)"
         )
     critic = config.critic
     if critic is not None and not has_critic:
         raise ValueError(
-            f"there are settings for a critic, and {config.algorithm} asks for none: leave out critic, or "
+            f"there are settings for a critic, and {config.algorithm.name} asks for none: leave out critic, or "
             "use ppo (an estimator of your own asks for one by @needs(Need.CRITIC))"
         )
     if critic is not None and 0 < config.steps <= (critic.warmup_steps or 0):
@@ -87,7 +95,7 @@ def _check_needs(config: RLConfig, has_critic: bool) -> None:
 
 def _check_bootstrap(config: RLConfig) -> None:
     """Refuse penalties for being cut with bootstrapping: the critic's value replaces the outcome."""
-    if config.algorithm != "ppo" or not config.options.get("bootstrap"):
+    if not config.algorithm.options.get("bootstrap"):
         return
     prices = [
         f"broken.{kind}"
@@ -98,7 +106,7 @@ def _check_bootstrap(config: RLConfig) -> None:
         prices.append("overlong")
     if prices:
         raise ValueError(
-            f"options.bootstrap takes an episode that a budget cut as going on, at the critic's value, so "
+            f"algorithm.bootstrap takes an episode that a budget cut as going on, at the critic's value, so "
             f"{' and '.join(prices)} would be lost where it is paid: leave out the one or the other"
         )
 
@@ -121,38 +129,32 @@ def _check_tree(config: RLConfig) -> None:
             f"tree.roots = {config.tree.roots} leaves none of {config.attempts} attempts to branch off: lower "
             "it, or raise attempts"
         )
-    spec = ALGORITHMS.get(config.algorithm)
+    spec = _spec(config)
     if spec is not None and spec.reads_turns:
         raise ValueError(
-            f"{config.algorithm} gives credit along whole episodes, and branches share their first turns: use "
-            "tree_grpo, treepo, tree_value, or an algorithm with one advantage per episode, such as grpo"
+            f"{config.algorithm.name} gives credit along whole episodes, and branches share their first turns: "
+            "use tree_grpo, treepo, tree_value, or an algorithm with one advantage per episode, such as grpo"
         )
 
 
 def _check_staleness(config: RLConfig) -> None:
     """Stale samples need a bounded loss, and what adds to the lag must be asked for."""
-    idle = [
-        name
-        for name, value in (
-            ("staleness_window", config.staleness_window > 1),
-            ("stale_updates", config.stale_updates),
-        )
-        if value
-    ]
-    if config.staleness == 0:
-        if idle:
-            raise ValueError(f"{' and '.join(idle)} would have no effect: staleness is 0")
+    stale = config.staleness
+    if stale.steps == 0:
+        unused = {"staleness.window": stale.window > 1, "staleness.updates": stale.updates}
+        if idle := [name for name, is_set in unused.items() if is_set]:
+            raise ValueError(f"{' and '.join(idle)} would have no effect: staleness.steps is 0")
         return
-    if config.loss == "policy_gradient" and config.importance_correction is None:
+    if config.loss.name == "policy_gradient" and config.importance_correction is None:
         raise ValueError(
-            f"staleness = {config.staleness} trains on samples of older weights, and the loss policy_gradient "
+            f"staleness = {stale.steps} trains on samples of older weights, and the loss policy_gradient "
             'neither clips nor corrects their ratios: leave out correction = "none", or use a clipped loss'
         )
-    if config.updates * config.epochs > 1 and not config.stale_updates:
+    if config.updates * config.epochs > 1 and not stale.updates:
         raise ValueError(
-            f"with staleness = {config.staleness}, {config.updates * config.epochs} updates a step make "
-            f"samples up to {config.staleness * config.updates * config.epochs} optimizer updates old before "
-            "the step begins: set updates and epochs to 1, or stale_updates = true to have it so"
+            f"with staleness = {stale.steps}, {config.updates * config.epochs} updates a step make "
+            f"samples up to {stale.steps * config.updates * config.epochs} optimizer updates old before "
+            "the step begins: set updates and epochs to 1, or staleness.updates = true to have it so"
         )
 
 
@@ -160,12 +162,13 @@ def _check_replay_buffer(config: RLConfig) -> None:
     """Stored samples need a bounded loss, and a baseline that does not depend on who played them."""
     if config.replay_buffer is None:
         return
-    if config.algorithm == "ppo" or config.critic is not None:
+    spec = _spec(config)
+    if config.critic is not None or (spec is not None and spec.has_critic):
         raise ValueError(
             "replay_buffer: a critic's advantages are of the policy that is trained, and stored episodes were "
             "played by older ones: use an algorithm whose baseline is the group, such as grpo"
         )
-    if config.loss == "policy_gradient" and config.importance_correction is None:
+    if config.loss.name == "policy_gradient" and config.importance_correction is None:
         raise ValueError(
             "replay_buffer trains on samples of older weights, and the loss policy_gradient neither clips nor "
             'corrects their ratios: leave out correction = "none", or use a clipped loss'
@@ -173,27 +176,29 @@ def _check_replay_buffer(config: RLConfig) -> None:
 
 
 def _check_divergence(config: RLConfig) -> None:
-    idle = [name for name in ("kl_control", "reference_sync") if getattr(config, name) is not None]
-    if config.kl == 0 and idle:
-        raise ValueError(
-            f"{' and '.join(idle)} would have no effect: kl = 0 leaves out the divergence from the reference; "
-            "set kl, for instance to 0.01"
-        )
+    kl = config.kl
+    if kl.weight == 0:
+        idle = [
+            f"kl.{name}"
+            for name in ("control", "place", "estimator")
+            if getattr(kl, name) != getattr(type(kl)(), name)
+        ]
+        idle += ["reference_sync"] if config.reference_sync is not None else []
+        if idle:
+            raise ValueError(
+                f"{' and '.join(idle)} would have no effect: kl.weight = 0 leaves out the divergence from the "
+                "reference; set it, for instance to 0.01"
+            )
     if config.target_kl is not None and config.updates * config.epochs == 1:
         raise ValueError(
             "target_kl would have no effect: it leaves out further updates of a step, and there is one; set "
             "epochs or updates, or leave out target_kl"
         )
-    if config.kl == 0 and (config.kl_in, config.kl_estimator) != ("loss", "k3"):
+    if kl.weight > 0 and (kl.place, kl.estimator) == ("loss", "k1"):
         raise ValueError(
-            "kl_in and kl_estimator say how the divergence from the reference counts, and kl = 0 leaves "
-            "it out: set kl, for instance to 0.01"
-        )
-    if config.kl > 0 and (config.kl_in, config.kl_estimator) == ("loss", "k1"):
-        raise ValueError(
-            'kl_estimator = "k1" penalises nothing as a term of the loss, where the gradient counts: its '
+            'kl.estimator = "k1" penalises nothing as a term of the loss, where the gradient counts: its '
             'expectation is 0. Use "k2" (the gradient of KL(policy || reference)) or "k3", or '
-            'kl_in = "reward", where "k1" is right'
+            'kl.place = "reward", where "k1" is right'
         )
 
 

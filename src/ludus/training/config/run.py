@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from ludus.core.config import Config, Place
+from ludus.core.config import Config, Place, ShortConfig
 from ludus.core.generation import COLDEST, HOTTEST, Sampling
 
 _TRUNCATION = {"top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
@@ -79,8 +79,10 @@ class EvaluationConfig(EvaluationSampling):
         return self
 
 
-class WandbConfig(Config):
+class WandbConfig(ShortConfig):
     """Weights & Biases (extra: wandb): what the run is called there."""
+
+    short = "project"
 
     project: str
     """The project that the run is logged to."""
@@ -118,11 +120,6 @@ class RunConfig(Config):
     """Also log to Weights & Biases (extra: wandb): "PROJECT", or { project = "PROJECT", tags = ["a"], ... }."""
     sinks: tuple[str, ...] = ()
     """Also send metrics to what these functions open, such as 'file.py:open_sink' (docs/observe.md)."""
-
-    @field_validator("wandb", mode="before")
-    @classmethod
-    def _short_form(cls, given: Any) -> Any:
-        return {"project": given} if isinstance(given, str) else given
 
     @property
     def all_sinks(self) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from ludus.core.config import Config, Place
+from ludus.core.config import Config, Place, ShortConfig
 from ludus.training.config.model import ModelConfig
 from ludus.training.config.run import EvaluationSampling
 
@@ -200,6 +200,38 @@ class SFTConfig(BaseStageConfig):
 
 _MINING = ("tasks", "attempts", "margin")
 """Settings of a preference stage that apply only if it plays."""
+
+
+class PreferenceLossConfig(ShortConfig):
+    """A preference loss with its settings; a text is its name."""
+
+    short = "name"
+
+    name: Literal["dpo", "ipo", "simpo", "kto"] = "dpo"
+    """dpo, ipo and simpo learn from pairs, kto from single episodes that are good or bad."""
+    beta: float | None = Field(default=None, gt=0)
+    """How strongly log-probabilities count: 0.1 when left out, and 2.0 for simpo."""
+    gamma: float = Field(default=1.0, ge=0)
+    """SimPO's target margin between the two rewards of a pair."""
+    desirable_weight: float = Field(default=1.0, ge=0)
+    """KTO's weight of good episodes."""
+    undesirable_weight: float = Field(default=1.0, ge=0)
+    """KTO's weight of bad episodes."""
+
+    @model_validator(mode="after")
+    def _has_effect(self) -> PreferenceLossConfig:
+        for name, loss in _OF_A_LOSS.items():
+            if getattr(self, name) != type(self).model_fields[name].default and loss != self.name:
+                raise ValueError(f'{name} would have no effect: it is a setting of the loss "{loss}"')
+        return self
+
+    @property
+    def scale(self) -> float:
+        """Beta, or the usual one of the loss."""
+        usual = 2.0 if self.name == "simpo" else 0.1
+        return usual if self.beta is None else self.beta
+
+
 _OF_A_LOSS = {"gamma": "simpo", "desirable_weight": "kto", "undesirable_weight": "kto"}
 """Settings that only one of the preference losses has."""
 
@@ -214,8 +246,8 @@ class PreferenceConfig(BaseStageConfig):
 
     kind: Literal["dpo"] = "dpo"
     """What kind of stage this is."""
-    loss: Literal["dpo", "ipo", "simpo", "kto"] = "dpo"
-    """The loss: dpo, ipo and simpo learn from pairs, kto from single episodes that are good or bad."""
+    loss: PreferenceLossConfig = PreferenceLossConfig()
+    """The loss: dpo, ipo, simpo or kto, or { name = "simpo", beta = 2.5 }."""
     pairs: Place | None = None
     """Given rows of prompt, chosen, rejected (for kto also prompt, completion, label); mined when left out."""
     columns: dict[str, str] = Field(default_factory=dict)
@@ -230,14 +262,6 @@ class PreferenceConfig(BaseStageConfig):
     """Episodes for each of them: the best is preferred to the worst."""
     margin: float = Field(default=0.0, ge=0)
     """How much better in reward the chosen one must be."""
-    beta: float | None = Field(default=None, gt=0)
-    """How strongly log-probabilities count: 0.1 when left out, and 2.0 for simpo."""
-    gamma: float = Field(default=1.0, ge=0)
-    """SimPO's target margin between the two rewards of a pair."""
-    desirable_weight: float = Field(default=1.0, ge=0)
-    """KTO's weight of good episodes."""
-    undesirable_weight: float = Field(default=1.0, ge=0)
-    """KTO's weight of bad episodes."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer settings."""
 
@@ -257,12 +281,9 @@ class PreferenceConfig(BaseStageConfig):
                 "batch would have no effect: it is about pairs from a file, and how many are mined in a step "
                 "is decided by tasks; set that, or pairs"
             )
-        for name, loss in _OF_A_LOSS.items():
-            if name in changed and loss != self.loss:
-                raise ValueError(f'{name} would have no effect: it is a setting of loss = "{loss}"')
         if self.columns and self.pairs is None:
             raise ValueError("columns names the columns of given data, and pairs names none")
-        if self.loss == "kto" and self.pairs is not None and self.batch < 2:
+        if self.loss.name == "kto" and self.pairs is not None and self.batch < 2:
             raise ValueError(
                 "kto compares the episodes of a step with each other: batch must be at least 2"
             )
@@ -270,13 +291,7 @@ class PreferenceConfig(BaseStageConfig):
 
     @property
     def title(self) -> str:
-        return {"dpo": "DPO", "ipo": "IPO", "simpo": "SimPO", "kto": "KTO"}[self.loss]
-
-    @property
-    def scale(self) -> float:
-        """Beta, or the usual one of the loss."""
-        usual = 2.0 if self.loss == "simpo" else 0.1
-        return usual if self.beta is None else self.beta
+        return {"dpo": "DPO", "ipo": "IPO", "simpo": "SimPO", "kto": "KTO"}[self.loss.name]
 
     @property
     def needs_tasks(self) -> bool:

@@ -14,12 +14,7 @@ from ludus.training.config.stages import CRITIC_RATES, EvaluationStageConfig, Us
 
 def with_usual_settings(recipe: Recipe) -> Recipe:
     """The recipe with a learning rate for all that learns, and a critic where an algorithm needs one."""
-    if recipe.stage:
-        return recipe.model_copy(
-            update={"stage": tuple(_with_usual(one, recipe) for one in recipe.stage)}
-        )
-    first = None if recipe.warm_start is None else _with_usual(recipe.warm_start, recipe)
-    return recipe.model_copy(update={"warm_start": first, "rl": _with_usual(recipe.rl, recipe)})
+    return recipe.with_stages(_with_usual(one, recipe) for one in recipe.stages)
 
 
 def _with_usual(stage: StageConfig, recipe: Recipe) -> StageConfig:
@@ -35,7 +30,7 @@ def _with_usual(stage: StageConfig, recipe: Recipe) -> StageConfig:
 def _needs_critic(stage: RLConfig) -> bool:
     if not stage.steps:
         return False
-    if (spec := ALGORITHMS.get(stage.algorithm)) is not None:
+    if (spec := ALGORITHMS.get(stage.algorithm.name or "")) is not None:
         return spec.has_critic
     from ludus.algos import Need, load_algorithm  # torch comes with it
 

@@ -185,7 +185,7 @@ class EvalModel:
         tokenizer: Tokenizer = (
             load_tokenizer(self.tokenizer) if self.tokenizer else TranscriptTokenizer()
         )
-        format = load_format(recipe.agent.format, **recipe.agent.format_options)
+        format = load_format(recipe.agent.format.name or "hermes", **recipe.agent.format.options)
         if self.remote.tools == "native" and (self.tokenizer or format.name != "hermes"):
             raise ConfigError(
                 'native tools are for chat servers: leave out --tokenizer, and use agent.format = "hermes"'

@@ -61,7 +61,7 @@ class PolicyObjective:
     @property
     def has_other_terms(self) -> bool:
         """Whether tokens have a gradient even where their advantage is 0."""
-        return (self.reference is not None and self.config.kl > 0) or self.config.entropy > 0
+        return (self.reference is not None and self.config.kl.weight > 0) or self.config.entropy > 0
 
     def __call__(
         self, logprobs_A: Tensor, entropy_A: Tensor, batch: MicroBatch
@@ -88,7 +88,7 @@ class PolicyObjective:
             with torch.no_grad():
                 reference_A, _ = action_logprobs(self.reference, batch, self.temperature)
             metrics["kl"] = self.algorithm.divergence(logprobs_A, reference_A)
-            loss_A = with_regularization(loss_A, kl_A=metrics["kl"], kl_weight=config.kl)
+            loss_A = with_regularization(loss_A, kl_A=metrics["kl"], kl_weight=config.kl.weight)
         loss_A = with_regularization(loss_A, entropy_A=entropy_A, entropy_weight=config.entropy)
         return loss_A, metrics
 

@@ -54,7 +54,7 @@ def algorithm_of(config: RLConfig) -> Algorithm:
     settings = config.algorithm_settings
     if not config.advantage_mask:
         settings["options"] = {**settings["options"], "skip_observations": False}
-    return load_algorithm(**settings, divergence=config.kl_estimator)
+    return load_algorithm(**settings, divergence=config.kl.estimator)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,21 +126,22 @@ def policy_update(
         learner: The policy and its optimizer.
         rows: The step's rows (`policy_rows`).
         config: The algorithm and everything around it.
-        reference: The reference model of the KL penalty; needed where `config.kl` is above 0.
+        reference: The reference model of the KL penalty; needed where `config.kl.weight` is above 0.
         critic: The value function; needed where the algorithm needs one.
         algorithm: `algorithm_of(config)`, where the caller has it already.
         critic_only: Leave the policy as it is, as in a critic's warm-up.
-        kl: The KL coefficient where it is not `config.kl`, as when it adapts.
+        kl: The KL coefficient where it is not `config.kl.weight`, as when it adapts.
         step: The step of RL, counted from 0, for the learning rates; when left out, all updates were taken.
         version: The version of the policy that is trained. Engine and trainer are compared on the tokens that
             it has sampled, and on all where it is left out.
     """
-    config = config if kl is None else config.model_copy(update={"kl": kl})
+    if kl is not None:
+        config = config.model_copy(update={"kl": config.kl.model_copy(update={"weight": kl})})
     algorithm = algorithm or algorithm_of(config)
-    if config.kl and reference is None:
+    if config.kl.weight and reference is None:
         raise ValueError("rl.kl weighs the divergence from a reference, and none was given")
     if critic is None and Need.CRITIC in algorithm.needs:
-        raise ValueError(f"{config.algorithm} needs a critic, and none was given")
+        raise ValueError(f"{config.algorithm.name} needs a critic, and none was given")
     learner.clear_gradients()  # a critic may need their room
     batch, inputs, parts = rows.batch, rows.inputs, rows.parts
     if not len(batch):
@@ -148,7 +149,7 @@ def policy_update(
     batch = _with_old_logprobs(learner, batch, inputs, config)
     _check_sampled(batch)
     metrics: dict[str, float] = {}
-    if reference is not None and config.kl_in == "reward":
+    if reference is not None and config.kl.place == "reward":
         inputs, metrics["kl"] = _with_kl_penalty(learner, batch, inputs, config, algorithm, reference)
         reference = None
     if critic is not None:
@@ -220,7 +221,7 @@ def _with_kl_penalty(
     action_T, divergence = batch.action_T, algorithm.divergence
     reference_T = learner.logprobs(replace(batch, trained_T=action_T), reference)
     old_A, reference_A = batch.old_logprobs_T[action_T], reference_T[action_T]
-    penalty_T = kl_reward(old_A, reference_A, action_T, beta=config.kl, divergence=divergence)
+    penalty_T = kl_reward(old_A, reference_A, action_T, beta=config.kl.weight, divergence=divergence)
     return replace(inputs, penalty_T=penalty_T), float(divergence(old_A, reference_A).mean())
 
 

@@ -262,7 +262,7 @@ def start_ranks(
     hello = {
         "backend": _backend(cluster, device),
         "timeout": cluster.timeout,
-        "replicas": cluster.replicas,
+        "replicas": cluster.dp_replicate,
         "device": device.type,
         "threads": threads,
     }
@@ -314,9 +314,9 @@ def _size_of(cluster: ClusterConfig, device: torch.device, launcher: RankLaunche
         )
     if size == 1:
         return 1
-    if size % cluster.replicas:
+    if size % cluster.dp_replicate:
         raise ConfigError(
-            f"cluster.replicas = {cluster.replicas} does not divide the {size} trainer ranks"
+            f"cluster.dp_replicate = {cluster.dp_replicate} does not divide the {size} trainer ranks"
         )
     here = int(os.environ.get("LOCAL_WORLD_SIZE", size)) if launcher is None else 1
     if device.type == "cuda" and torch.cuda.device_count() < here:

@@ -171,7 +171,7 @@ class EvaluationStage(Stage[EvaluationStageConfig]):
     def check_parts(
         cls, config: EvaluationStageConfig, where: str, recipe: Recipe, parts: Parts
     ) -> None:
-        if not (parts.held_out or any(one.evaluation for one in recipe.task_sets)):
+        if not (parts.held_out or any(one.evaluation for one in recipe.sets)):
             raise ConfigError(
                 f'{where}, of kind "eval", has nothing to measure on: set tasks.evaluation, or pass held_out='
             )

@@ -108,26 +108,26 @@ def _sides(values_N: Tensor) -> Tensor:
 
 
 def dpo(scores: Scores, config: PreferenceConfig) -> tuple[Tensor, Tensor]:
-    reward_N = config.scale * (scores.policy_N - scores.reference_N)
+    reward_N = config.loss.scale * (scores.policy_N - scores.reference_N)
     return -logsigmoid(_sides(reward_N)), reward_N
 
 
 def ipo(scores: Scores, config: PreferenceConfig) -> tuple[Tensor, Tensor]:
     ratio_N = (scores.policy_N - scores.reference_N) / scores.tokens_N
-    return (_sides(ratio_N) - 1 / (2 * config.scale)) ** 2, config.scale * ratio_N
+    return (_sides(ratio_N) - 1 / (2 * config.loss.scale)) ** 2, config.loss.scale * ratio_N
 
 
 def simpo(scores: Scores, config: PreferenceConfig) -> tuple[Tensor, Tensor]:
-    reward_N = config.scale * scores.policy_N / scores.tokens_N
-    return -logsigmoid(_sides(reward_N) - config.gamma), reward_N
+    reward_N = config.loss.scale * scores.policy_N / scores.tokens_N
+    return -logsigmoid(_sides(reward_N) - config.loss.gamma), reward_N
 
 
 def kto(scores: Scores, config: PreferenceConfig) -> tuple[Tensor, Tensor]:
     ratio_N = scores.policy_N - scores.reference_N
     side_N = torch.where(scores.good_N, 1.0, -1.0).to(ratio_N)
-    weight_N = torch.where(scores.good_N, config.desirable_weight, config.undesirable_weight)
-    value_N = torch.sigmoid(side_N * config.scale * (ratio_N - scores.anchor))
-    return weight_N.to(ratio_N) * (1 - value_N), config.scale * ratio_N
+    weight_N = torch.where(scores.good_N, config.loss.desirable_weight, config.loss.undesirable_weight)
+    value_N = torch.sigmoid(side_N * config.loss.scale * (ratio_N - scores.anchor))
+    return weight_N.to(ratio_N) * (1 - value_N), config.loss.scale * ratio_N
 
 
 LOSSES: dict[str, Loss] = {"dpo": dpo, "ipo": ipo, "simpo": simpo, "kto": kto}
@@ -192,7 +192,7 @@ def preference_rows(
     labelled = [one for item in given for one in _apart(item)]
     episodes = [one.trajectory for one in labelled]
     good_N = torch.tensor([one.good for one in labelled], dtype=torch.bool)
-    crossed = _crossed(episodes, limit) if config.loss == "kto" else []
+    crossed = _crossed(episodes, limit) if config.loss.name == "kto" else []
     return PreferenceRows(Batch.of(episodes), good_N, Batch.of(crossed), len(crossed))
 
 
@@ -215,7 +215,7 @@ def prefer(
     anchor = _anchor(learner, reference, rows)
     policy_N.requires_grad_()
     scores = Scores(policy_N, reference_N, tokens_N, good_N, anchor)
-    loss_P, reward_N = LOSSES[config.loss](scores, config)
+    loss_P, reward_N = LOSSES[config.loss.name](scores, config)
     loss = loss_P.mean()
     (slope_N,) = torch.autograd.grad(loss, policy_N)
     # -advantage * logprob has exactly the gradient that the loss has by each log-probability
@@ -289,10 +289,10 @@ def mismatched(asked: Trajectory, answered: Trajectory) -> Trajectory:
 def _standing(scores: Scores, reward_N: Tensor, config: PreferenceConfig) -> dict[str, float]:
     """Where the policy stands: how many it ranks as wanted, and by how much."""
     good_N = scores.good_N
-    if config.loss != "kto":
+    if config.loss.name != "kto":
         margin_P = _sides(reward_N)
         return {"accuracy": float((margin_P > 0).double().mean()), "margin": float(margin_P.mean())}
-    above_N = reward_N > config.scale * scores.anchor
+    above_N = reward_N > config.loss.scale * scores.anchor
     metrics = {"accuracy": float((above_N == good_N).double().mean()), "reference_point": scores.anchor}
     if bool(good_N.any()) and not bool(good_N.all()):
         metrics["margin"] = float(reward_N[good_N].mean() - reward_N[~good_N].mean())
@@ -323,11 +323,11 @@ class PreferenceStage(Stage[PreferenceConfig]):
     @classmethod
     async def check_data(cls, context: RunContext, config: PreferenceConfig) -> None:
         if config.pairs is not None:
-            what = "labelled answers" if config.loss == "kto" else "pairs"
+            what = "labelled answers" if config.loss.name == "kto" else "pairs"
             warn_of_large_batch(context, config, len(await load_preferences(context, config)), what)
 
     async def begin(self) -> None:
-        if self.config.loss != "simpo":
+        if self.config.loss.name != "simpo":
             self.keep_start()
             self.context.ranks.perform("prepare_stage", self.start_source(), self.folder)
         if self.config.pairs is not None:
@@ -355,7 +355,7 @@ class PreferenceStage(Stage[PreferenceConfig]):
             pairs = pairs_of(groups, self.config.margin)
             metrics = rollout_metrics(groups)
             self._note_found(number, pairs)
-            learned = labelled_of(pairs) if self.config.loss == "kto" else pairs
+            learned = labelled_of(pairs) if self.config.loss.name == "kto" else pairs
         await self.context.pause_sampling()
         metrics["pairs"] = len(learned)
         with self.updating_weights():
@@ -406,11 +406,11 @@ _ALL_EQUAL = "{source}: in every pair both sides say the same, so there is nothi
 
 def read_preferences(config: PreferenceConfig) -> Sequence[tuple[Any, Any]]:
     """Conversations of the given data: chosen and rejected ones, or for KTO one and its label."""
-    read = read_labelled if config.loss == "kto" else read_pairs
+    read = read_labelled if config.loss.name == "kto" else read_pairs
     rows: Sequence[tuple[Any, Any]] = read(config.pairs or "", config.columns)
     if not rows:
         raise ConfigError(f"{config.pairs} has no pairs to learn from")
-    if config.loss != "kto" and all(list(first) == list(second) for first, second in rows):
+    if config.loss.name != "kto" and all(list(first) == list(second) for first, second in rows):
         raise ConfigError(_ALL_EQUAL.format(source=config.pairs))
     return rows
 
@@ -424,7 +424,7 @@ async def load_preferences(context: RunContext, config: PreferenceConfig) -> Seq
     for number, (first, second) in enumerate(given, start=1):
         try:
             answer = trajectory_of(first, renderer, specs)
-            if config.loss == "kto":
+            if config.loss.name == "kto":
                 found.append(Labelled(answer, second))
             else:
                 found.append(Pair(answer, trajectory_of(second, renderer, specs)))

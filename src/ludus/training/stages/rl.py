@@ -29,7 +29,6 @@ from ludus.training.checkpoint import load_state
 from ludus.training.config.parts import Parts, TaskSetSpec, task_set_specs
 from ludus.training.config.recipe import Recipe
 from ludus.training.config.rl import CriticConfig, RLConfig
-from ludus.training.config.stages import OptimizerConfig
 from ludus.training.controller import NextBatch, RolloutController, step_by_step, within
 from ludus.training.data.curriculum import DIFFICULTY, STRICTNESS, Curriculum
 from ludus.training.data.task_sampler import difficulty_of
@@ -47,9 +46,6 @@ from ludus.training.rollout_batch import RolloutBatch
 from ludus.training.run_context import RunContext
 from ludus.training.stages.base import Stage, StepResult, check_failures, timing_metrics
 
-_UNSAID_CRITIC = CriticConfig(passes=1, warmup_steps=0, optimizer=OptimizerConfig(learning_rate=1e-5))
-"""Critic settings of run folders that were written without them."""
-
 
 class RLStage(Stage[RLConfig]):
     """Learn from rewards."""
@@ -61,11 +57,11 @@ class RLStage(Stage[RLConfig]):
         self._curriculum = Curriculum(config.curriculum)
         self._rollouts = self._controller() if context.recording is None else None
         """The controller that plays; None for a run that learns from a recording."""
-        self._plays_on = config.staleness > 0 and context.recording is None
+        self._plays_on = config.staleness.steps > 0 and context.recording is None
         """Whether groups are played while others are trained on."""
         self._updated = time.perf_counter()
         """When the last step ended."""
-        self._kl = config.kl
+        self._kl = config.kl.weight
         """The KL coefficient, which may adapt."""
         self._replay: ReplayBuffer | None = None
         """Groups of earlier steps that are trained on again."""
@@ -87,24 +83,24 @@ class RLStage(Stage[RLConfig]):
             sets = self.context.task_sets
             code = [await code_versions(one.rollout) for one in sets]
             self._replay = ReplayBuffer(config.replay_buffer, config.rollouts, sets, code, self.seed)
-        if config.kl > 0:
+        if config.kl.weight > 0:
             self.keep_start()
-        source = self.start_source() if config.kl > 0 else None
+        source = self.start_source() if config.kl.weight > 0 else None
         self.context.ranks.perform("prepare_stage", source, self.folder)
 
     def _controller(self) -> RolloutController:
         config, sets = self.config, self.context.task_sets
-        if not config.staleness:
+        if not config.staleness.steps:
             return step_by_step(sets, config.rollouts, self.seed, self._curriculum.values)
         total = config.steps * config.tasks
         return RolloutController(
             sets,
             config.rollouts,
             self.seed,
-            Ledger(config.tasks, config.staleness, config.staleness_window, total),
+            Ledger(config.tasks, config.staleness.steps, config.staleness.window, total),
             LocalPlayer(sets, config.rollouts),
             self._curriculum.values,
-            stall_seconds=config.stall_seconds,
+            stall_seconds=config.staleness.stall_seconds,
         )
 
     async def advance(self, number: int) -> StepResult:
@@ -165,7 +161,7 @@ class RLStage(Stage[RLConfig]):
         self, number: int, batch: NextBatch, rollouts: RolloutController
     ) -> StepResult:
         """Update while the engine is paused, and let it go on; nothing of it is cut off."""
-        engine, played, limit = self.context.engine, batch.played, self.config.stall_seconds
+        engine, played, limit = self.context.engine, batch.played, self.config.staleness.stall_seconds
         version, ledger = engine.policy_version, rollouts.ledger
         counts = len(ledger.in_flight()), len(ledger.finished()) - len(batch.plans)
         ready = time.perf_counter()
@@ -232,9 +228,9 @@ class RLStage(Stage[RLConfig]):
 
     def _adapt(self, metrics: dict[str, float]) -> None:
         """Find the next step's KL coefficient, and note the one that this step had."""
-        if self.config.kl > 0:
+        if self.config.kl.weight > 0:
             metrics["kl_coefficient"] = self._kl
-        config = self.config.kl_control
+        config = self.config.kl.control
         if config is not None and "kl" in metrics:
             episodes = int(metrics["episodes_scored"])
             self._kl = adapted_kl_coefficient(
@@ -257,7 +253,7 @@ class RLStage(Stage[RLConfig]):
         if self._rollouts is not None:
             self._rollouts.load(folder, state["rollouts"])
         self._curriculum.load_state_dict(state["curriculum"])
-        if self.config.kl_control is not None:
+        if self.config.kl.control is not None:
             self._kl = state["kl"]
         if self._replay is not None:
             self._replay.load(folder)
@@ -275,10 +271,10 @@ class RLTrainer(StageTrainer[RLConfig]):
 
     def prepare(self, source: ModelSource | None, folder: Path) -> None:
         config, program = self.config, self.program
-        if config.kl > 0:
+        if config.kl.weight > 0:
             self.reference = self.load_start(source, folder)
         if Need.CRITIC in self.algorithm.needs:
-            settings = config.critic or _UNSAID_CRITIC
+            settings = config.critic or CriticConfig()
             total = config.steps * config.updates * settings.passes
             values: nn.Module | None = None
             if isinstance(program.policy, ShardedModel):

@@ -23,7 +23,7 @@ from ludus.observe import (
     write_trajectories,
 )
 from ludus.training.checkpoint import load_state
-from ludus.training.config.parts import Parts, demonstrations_of, errors_at
+from ludus.training.config.parts import Parts, demonstrations_of, errors_at, has_own_sets
 from ludus.training.config.recipe import Recipe
 from ludus.training.config.rl import RolloutSettings
 from ludus.training.config.stages import RejectionConfig, SFTConfig
@@ -88,7 +88,7 @@ class SFTStage(Stage[SFTConfig]):
         self._demonstrations = [one for place, one in enumerate(shown) if place not in kept_out]
         self._held_out = [shown[place] for place in sorted(kept_out)]
         self._held_out += await load_held_out(self.context, config)
-        if not (has_expert(self.context, self.config) or self.context.recipe.task_sets):
+        if not (has_expert(self.context, self.config) or has_own_sets(self.context.recipe)):
             await self._note_unknown_tools()
 
     async def _note_unknown_tools(self) -> None:
