@@ -83,7 +83,7 @@ PLANS: dict[str, tuple[Callable[[list[Any]], Tokens], Callable[..., float], str]
 }
 
 
-def settings(algorithm: str, **others: Any) -> RLConfig:
+def settings(algorithm: str | dict[str, Any], **others: Any) -> RLConfig:
     length = {"aggregation": {"length": LENGTH}} if algorithm == "dr_grpo" else {}
     return RLConfig.parse({"algorithm": algorithm, **length, **others})
 
