@@ -19,7 +19,6 @@ from pydantic import (
     model_serializer,
     model_validator,
 )
-from pydantic_core import CoreSchema
 
 from ludus.core.config_errors import problem_lines, refuse_coercion, takes_none
 from ludus.core.failures import ConfigError
@@ -101,7 +100,7 @@ class ShortConfig(Config):
         return raw if isinstance(raw, Mapping | cls) else {cls.short: raw}
 
     @classmethod
-    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> Json:
+    def __get_pydantic_json_schema__(cls, core: Any, handler: GetJsonSchemaHandler) -> Json:
         reference = handler(core)
         found = handler.resolve_ref_schema(reference)
         table = dict(found)
