@@ -48,11 +48,8 @@ if [ "$status" = 254 ] || [ "$status" = 125 ]; then
 fi
 printf '%s%s\\n' "$mark" "$status"; printf '%s\\n' "$mark" >&3
 """
-_PYTHON = bundle(
-    "ludus.sandbox.guest.interpreter",
-    "ludus.sandbox.guest.python_server",
-    then=call("ludus.sandbox.guest.python_server", "serve"),
-)
+_INTERPRETER = "ludus.sandbox.guest.interpreter"
+_PYTHON = bundle(_INTERPRETER, then=call(_INTERPRETER, "serve"))
 
 
 @dataclass(slots=True)

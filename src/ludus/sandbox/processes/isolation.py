@@ -29,11 +29,11 @@ from ludus.core.failures import ConfigError
 from ludus.sandbox.config import SandboxConfig, SandboxError, SandboxUnavailable
 from ludus.sandbox.guest import kernel
 from ludus.sandbox.guest.filesystem import is_covered, remove_folder
-from ludus.sandbox.processes import slirp
+from ludus.sandbox.processes import namespaces
 from ludus.sandbox.processes.cgroups import ControlGroup, make_group
 from ludus.sandbox.processes.guest_process import GuestProcess
+from ludus.sandbox.processes.namespaces import subordinate_ids
 from ludus.sandbox.processes.session import ProcessSession
-from ludus.sandbox.processes.users import subordinate_ids
 from ludus.sandbox.processes.worker import SandboxWorker
 from ludus.sandbox.session import Layers
 
@@ -201,8 +201,8 @@ def arrangements(config: SandboxConfig, reasons: dict[str, str]) -> Iterator[dic
         "users": 1,
         "subids": None,
     }
-    if config.network and slirp.slirp_program():
-        own_net = {"own_net": True, "slirp": True, "resolver": slirp.RESOLVER}
+    if config.network and namespaces.slirp_program():
+        own_net = {"own_net": True, "slirp": True, "resolver": namespaces.RESOLVER}
         yield from _with_and_without_subids({**common, **own_net, "namespaces": True}, reasons)
     yield from _with_and_without_subids({**common, "namespaces": True}, reasons)
     folder = tempfile.mkdtemp(prefix="ludus-sandbox-")
@@ -249,7 +249,7 @@ async def _probe(worker: SandboxWorker, config: SandboxConfig, *, is_slot: bool)
             port = listening.getsockname()[1]
             abstract.bind(f"\0ludus-probe-{port}")
             abstract.listen()
-            values = (secret, port, os.getpid(), _NAMESPACES, slirp.GATEWAY, f"ludus-probe-{port}")
+            values = (secret, port, os.getpid(), _NAMESPACES, namespaces.GATEWAY, f"ludus-probe-{port}")
             limits = config.limits.model_copy(update={"wall_seconds": _PROBE_SECONDS})
             ours, theirs = socket.socketpair()
             process = worker.spawn(theirs, limits, one_shot=True, slot=is_slot)

@@ -23,8 +23,15 @@ from typing import Any
 from ludus.sandbox.config import Limits, SandboxError
 from ludus.sandbox.processes.cgroups import ControlGroup
 from ludus.sandbox.processes.guest_process import ControlChannel, ProcessHandle
-from ludus.sandbox.processes.slirp import END_SECONDS, Slirp, wait_or_kill
-from ludus.sandbox.processes.users import USERS_EACH, map_subids, map_users, share_of_subids
+from ludus.sandbox.processes.namespaces import (
+    END_SECONDS,
+    USERS_EACH,
+    Slirp,
+    map_subids,
+    map_users,
+    share_of_subids,
+    wait_or_kill,
+)
 from ludus.sandbox.result import ProcessExit
 
 _START_SECONDS = 120.0
