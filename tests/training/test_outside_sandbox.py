@@ -74,7 +74,9 @@ async def test_a_backend_has_only_to_give_sessions() -> None:
 
 
 async def test_what_a_config_names_wrongly_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"tier.*is none of docker, kubernetes, podman, process"):
+    with pytest.raises(
+        ConfigError, match=r"tier.*is none of the backends docker, kubernetes, podman, process"
+    ):
         SandboxConfig.parse({"tier": "proces"}, "sandbox")
     with pytest.raises(ConfigError, match="not a SandboxBackend"):
         Sandbox(SandboxConfig(tier="ludus.core:Task"))

@@ -1,17 +1,7 @@
 """Rewards for how an episode was played: expected calls, completion with process and efficiency, penalties.
 
 A penalty is a reward that is never positive, so that a recipe adds the ones it needs and the parts stay
-visible::
-
-    rewards = [
-        { reward = "exact_match", name = "success" },
-        { reward = "turn_penalty", price = 0.1, budget = 8 },
-        { reward = "call_penalty", price = 0.05, tools = ["search"] },
-    ]
-
-Begin without any, and add one for each failure that is seen. Name the reward that decides `success`: penalties
-take the total of a right answer below 1.
-"""
+visible. Name the reward that decides `success`: penalties take the total of a right answer below 1."""
 
 from __future__ import annotations
 
@@ -20,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, get_args
 
 from ludus.core.failures import ConfigError, Fault
-from ludus.core.messages import ToolCall
 from ludus.core.task import Task
 from ludus.core.trajectory import Reward, Trajectory
 from ludus.rewards.compose import Composite, Envs, Scored, weighted_score
@@ -44,7 +33,8 @@ from ludus.rewards.scores import EXECUTION, OptionsReward, Parts, merge, number
 @reward
 def expected_calls(trajectory: Trajectory, target: Any) -> float:
     """1 if the calls are those of the target, `[{"name": ..., "arguments": {...}}]`, in order and no others."""
-    return float([_key(call) for call in trajectory.calls] == calls_of(target))
+    made = [(call.name, _plain(call.arguments)) for call in trajectory.calls]
+    return float(made == calls_of(target))
 
 
 def calls_of(target: Any) -> list[tuple[str, Any]]:
@@ -59,10 +49,6 @@ def calls_of(target: Any) -> list[tuple[str, Any]]:
             )
         found.append((one["name"], _plain(one.get("arguments") or {})))
     return found
-
-
-def _key(call: ToolCall) -> tuple[str, Any]:
-    return call.name, _plain(call.arguments)
 
 
 def _plain(value: Any) -> Any:

@@ -1,12 +1,9 @@
 """Checking rewards before training: right answers win, wrong ones do not, and they agree with people.
 
-Each task is scored with its gold answer, with the answer of a neighbour that differs, with nonsense and
-with an empty answer. A reward for nonsense, a target that cannot be parsed, a gold answer that its own
-normaliser rejects: each is found here in seconds, and never in training.
-
-Labels of people are a JSON-lines file: `task` (the question) or `messages`, `answer`, `label` (a number, or
-true and false), and if wanted `target` and `metadata`. The reward scores each answer; what it cannot is counted
-and left out. What is measured: accuracy, kappa, correlation, and whether it pays for length."""
+Each task is scored with its gold answer, with the answer of a neighbour that differs, with nonsense and with an
+empty answer. Labels of people are a JSON-lines file: `task` or `messages`, `answer`, `label` (a number, or true
+and false), and if wanted `target` and `metadata`; answers that cannot be scored are counted and left out.
+"""
 
 from __future__ import annotations
 

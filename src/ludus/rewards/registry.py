@@ -1,12 +1,7 @@
 """Short names for the library, and rewards from what a recipe says about them.
 
 A recipe names a reward, or gives a table: `reward` is the short name or a reference such as
-`my_rewards.py:politeness`, and every other key is an option of it. Rewards nest::
-
-    [[rewards]]
-    reward = "format_gate"
-    format = { reward = "format", tags = ["think", "answer"] }
-    inner = "exact_match"
+`my_rewards.py:politeness`, and every other key is an option of it. Rewards nest: options may be rewards.
 """
 
 from __future__ import annotations

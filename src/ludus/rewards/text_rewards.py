@@ -239,11 +239,13 @@ class Format(OptionsReward):
     async def score(self, trajectory: Trajectory, task: Task, envs: Mapping[str, Any]) -> Parts:
         form = float(await self._has_form(trajectory))
         if self.calls:
-            form = (form + _all_calls_parsed(trajectory)) / 2
+            faults = [*trajectory.faults, *(call.fault for call in trajectory.calls)]
+            form = (form + (Fault.MALFORMED_CALL not in faults)) / 2
         return {self.name: form}
 
     async def _has_form(self, trajectory: Trajectory) -> bool:
-        turns = _action_texts(trajectory)
+        own = trajectory.messages[len(trajectory.asked) :]
+        turns = [message.content for message in own if message.role == "assistant"]
         if self.where == "last":
             turns = turns[-1:]
         elif self.where == "joined":
@@ -288,14 +290,3 @@ def has_tags(text: str, tags: Sequence[str], only: bool = False) -> bool:
         position = end + len(f"</{tag}>")
     outside.append(text[position:])
     return not only or not any(part.strip() for part in outside)
-
-
-def _action_texts(trajectory: Trajectory) -> list[str]:
-    """The text of each action, without assistant messages that the task itself brought."""
-    own = trajectory.messages[len(trajectory.asked) :]
-    return [message.content for message in own if message.role == "assistant"]
-
-
-def _all_calls_parsed(trajectory: Trajectory) -> bool:
-    malformed = Fault.MALFORMED_CALL
-    return malformed not in trajectory.faults and all(c.fault is not malformed for c in trajectory.calls)

@@ -45,12 +45,9 @@ class Session(ClosedAtExit):
     limits: Limits
     on_close: Callable[[], None] | None = None
     """Called when it has been closed."""
+    closed = False
+    """Whether it was closed from outside."""
     _closing: asyncio.Task[None] | None = None
-
-    @property
-    def closed(self) -> bool:
-        """Whether it was closed from outside."""
-        return self._closing is not None
 
     @property
     @abstractmethod
@@ -109,6 +106,7 @@ class Session(ClosedAtExit):
     async def close(self) -> None:
         """End it with everything that it started, and wait until it is gone; its forks stay alive."""
         if self._closing is None:
+            self.closed = True
             self._closing = asyncio.get_running_loop().create_task(self._end())
         await asyncio.shield(self._closing)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from enum import StrEnum
@@ -215,11 +215,7 @@ async def read_schema(
     """The tables of a database; a result with its problem where they cannot be read. See `run_query`."""
     limits = limits or SqlLimits()
     request = _request(database, limits, scratch) | {"what": "schema"}
-    return await _answered(where, database, request, limits, control, _parse_tables)
-
-
-def _parse_tables(answer: dict[str, Any]) -> tuple[TableSchema, ...] | QueryResult:
-    return _parse_schema(answer["tables"]) if "tables" in answer else _parse_result(answer)
+    return await _answered(where, database, request, limits, control, _parse_schema)
 
 
 async def _answered(
@@ -356,8 +352,9 @@ def _parse_result(answer: Mapping[str, Any]) -> QueryResult:
     )
 
 
-def _parse_schema(tables: Sequence[Mapping[str, Any]]) -> tuple[TableSchema, ...]:
-    """The tables of a database."""
+def _parse_schema(answer: Mapping[str, Any]) -> tuple[TableSchema, ...] | QueryResult:
+    if "tables" not in answer:
+        return _parse_result(answer)
     return tuple(
         TableSchema(
             str(table["name"]),
@@ -365,7 +362,7 @@ def _parse_schema(tables: Sequence[Mapping[str, Any]]) -> tuple[TableSchema, ...
             tuple(ColumnSchema(str(n), str(t), bool(k), bool(m)) for n, t, k, m in table["columns"]),
             tuple((str(own), str(other), str(column)) for own, other, column in table["references"]),
         )
-        for table in tables
+        for table in answer["tables"]
     )
 
 

@@ -1,12 +1,9 @@
 """Director and actors (after IBSEN and CoDi): one model plans, others play the plan in the real environment.
 
-The director turns a task into an outline, one step for each action. An actor plays it step by step: it sees the
-outline, the current step and what has happened, and writes the next action, which is run. Several actors and
-temperatures give several episodes of one outline. What is trained on is the episode as the agent would have
-played it: the outline is not in its prompt, unless asked for.
-
-A step that an actor cannot do, or whose calls fail again and again, ends in the rejection `step_failed`.
-"""
+The director turns a task into an outline, one step for each action. An actor sees the outline, the current step
+and what has happened, and writes the next action, which is run. What is trained on is the episode as the agent
+would have played it. A step that an actor cannot do, or whose calls fail again and again, is the rejection
+`step_failed`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """HardGen: examples that each pass through something that the model fails at.
 
-The model plays the recipe's tasks (or the episodes of an earlier run are read). In a dynamic graph of tool use,
-each step from one tool to the next, and each typed parameter of a tool, has a tally of uses and of failures
-blamed on it; paths are planned through the weak spots, in proportion to how weak they are, and played with the
-real tools as Magnet's are. Every example names the weakness that it touches. To blame for a failed episode are:
+In a dynamic graph of tool use, each step from one tool to the next, and each typed parameter of a tool, has a
+tally of uses and of failures blamed on it. Paths are planned through the weak spots, in proportion to how weak
+they are, and played with the real tools as Magnet's are. To blame for a failed episode are:
 
 - the step to a call that was refused, and the parameters that it was given;
 - where the expected calls are known (the task's target), the first call that differs from them: the step to it
@@ -13,7 +12,7 @@ real tools as Magnet's are. Every example names the weakness that it touches. To
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -232,7 +231,13 @@ class HardGen(SynthMethod[HardGenConfig]):
         told = [{"weakness": str(spot), "failure_rate": weak.tallies[spot].rate} for spot, _ in planned]
         paths = [path for _, path in planned]
         result = await play_examples(context, "hardgen", settings, source, graph, paths, told)
-        result.tables.append(_table(weak, [spot for spot, _ in planned]))
+        aimed = Counter(spot for spot, _ in planned)
+        rows: list[list[Any]] = [
+            [str(spot), weak.tallies[spot].uses, Share(weak.tallies[spot].rate), aimed[spot]]
+            for spot in weak.weaknesses
+        ]
+        columns = ("weakness", "uses", "failed", "examples")
+        result.tables.append(ReportTable(columns, rows, "Weaknesses"))
         return result
 
 
@@ -256,11 +261,3 @@ def _through(planner: PathPlanner, spot: Spot) -> CallPath:
         first = spot.first if spot.first in planner.graph.specs else None
         return planner.through(first, spot.last)
     return planner.through(None, spot.tool, frozenset({spot.name}))
-
-
-def _table(weak: ApiGraph, aimed: list[Spot]) -> ReportTable:
-    rows: list[list[Any]] = [
-        [str(spot), weak.tallies[spot].uses, Share(weak.tallies[spot].rate), aimed.count(spot)]
-        for spot in weak.weaknesses
-    ]
-    return ReportTable(("weakness", "uses", "failed", "examples"), rows, "Weaknesses")

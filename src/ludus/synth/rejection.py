@@ -1,18 +1,8 @@
 """Rejection sampling to a dataset: attempt each task many times, keep what is right, short, new and complete.
 
-In the order of the checks, each with the name of its reason:
-
-    failed           it is no success by the recipe's rewards
-    too_short        fewer than `min_turns` turns
-    too_many_calls   more than `max_calls` tool calls
-    wasteful         more than `max_useless` of its calls bring nothing, or it makes more than `max_detour`
-                     times the calls of the shortest success at its task (and more than two beyond them)
-    duplicate        the Jaccard overlap of its set of actions with a kept one is above `max_similarity`
-    low_quality      0.5 · max(0, 1 − 0.1 · calls) + 0.5 · share of complete turns is below `min_quality`
-
-It finds only what the model can do already: a task that succeeds in 5% of attempts gives 3 of 64, and these are
-much alike. The report says how much, and how alike.
-"""
+The checks, each with the name of its reason, are in order: failed, too_short, too_many_calls, wasteful,
+duplicate (Jaccard overlap of the sets of actions), low_quality (0.5 · max(0, 1 − 0.1 · calls) + 0.5 · share of
+complete turns). It finds only what the model can do already; the report says how much, and how alike."""
 
 from __future__ import annotations
 
@@ -113,7 +103,8 @@ def choose(
     chosen: list[tuple[Candidate, Difficulty]] = []
     elsewhere = 0
     for group, own in zip(groups, candidates, strict=True):
-        rate = _rate(group, settings)
+        won = [is_success(one, settings.threshold) for one in group.trainable]
+        rate = sum(won) / len(won) if won else None
         if settings.similar_to == "task":
             kept = KeptExamples(settings.max_similarity, everything)
         best: Candidate | None = None
@@ -141,8 +132,10 @@ def choose(
                     one.trajectory, method="rejection", quality=one.quality, difficulty=level
                 )
             )
-        if best is not None:
-            result.pairs += _pair(best.trajectory, group, settings)
+        failed = [one for one in group.trainable if not is_success(one, settings.threshold)]
+        worst = min(failed, key=lambda one: (one.reward or 0.0, one.attempt), default=None)
+        if best is not None and worst is not None:
+            result.pairs.append((best.trajectory, worst))
     _describe(result, chosen, groups, settings)
     if elsewhere > len(result.kept):
         result.warnings.append(
@@ -158,11 +151,6 @@ def choose(
     elif not result.kept and (hint := nothing_kept_hint(result.reasons)) is not None:
         result.warnings.append(hint)
     return result
-
-
-def _rate(group: Group, settings: RejectionSamplingConfig) -> float | None:
-    scored = group.trainable
-    return sum(is_success(one, settings.threshold) for one in scored) / len(scored) if scored else None
 
 
 def _refused(
@@ -186,15 +174,6 @@ def _refused(
         max_detour=settings.max_detour,
     )
     return waste or ("", "")
-
-
-def _pair(
-    best: Trajectory, group: Group, settings: RejectionSamplingConfig
-) -> list[tuple[Trajectory, Trajectory]]:
-    """The best kept example and the worst failure of a task."""
-    failed = [one for one in group.trainable if not is_success(one, settings.threshold)]
-    worst = min(failed, key=lambda one: (one.reward or 0.0, one.attempt), default=None)
-    return [] if worst is None else [(best, worst)]
 
 
 def _describe(

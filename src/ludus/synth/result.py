@@ -1,14 +1,9 @@
 """Result of a method of synthesis: kept examples, rejected ones with the reason, the cost; its folder.
 
-What is made is written at once, so that stopping loses nothing that was finished. The folder of a method::
-
     settings.json                 what was asked for; a folder holds one method under one set of settings
     parts/STAGE/000003.parquet    what the fourth item of a stage has given: episodes, notes, cost
-    examples.parquet              what was kept: demonstrations for any stage
-    rejected.parquet              the other candidates, each with its reason
-    pairs.parquet                 better and worse episodes at one task, for dpo
-    report.json, report.md        yield, reasons, cost
-    page.html                     what was kept and why, to look at
+    examples, rejected, pairs     .parquet: what was kept, the other candidates, better and worse episodes at a task
+    report.json, report.md        yield, reasons, cost; page.html shows what was kept and why
 
 Every file appears whole or not at all. An item counts as finished when none of its episodes failed through our
 fault; the others are made again by the next run.

@@ -1,14 +1,8 @@
 """Scenarios for the tools that there are: tasks that a language model proposes, each tried before it is kept.
 
-After MCP-RL (OpenPipe's ART): a server's list of tools is all that is known. The writer is shown the tools,
-and what those that change nothing and need no arguments say now; it proposes tasks with a difficulty from 1
-to 5 and the calls that would do them. A proposal is kept if it is new (no near-duplicate by words, no equal
-calls), if all of its calls succeed on a fresh server, and if the writer, shown their results, can answer.
-What is played there is a demonstration, so a model that has never called a tool can begin by imitation.
-
-The split in train and held out is by difficulty, so that both have the same mix; the calls of a held-out
-scenario occur in no other.
-"""
+After MCP-RL (OpenPipe's ART). A proposal is kept if it is new (no near-duplicate by words, no equal calls), if
+all of its calls succeed on a fresh server, and if the writer, shown their results, can answer. What is played
+there is a demonstration. The split in train and held out is by difficulty, so that both have the same mix."""
 
 from __future__ import annotations
 

@@ -1,29 +1,16 @@
 """TSR: trajectory search while generating. Search where the tokens go, keep the best, and say what that did.
 
-    tree      groups grow as trees: attempts branch off the best prefixes, from forked KV and forked or replayed
-              state (`rollouts.tree`, branch = "beam"; docs/trees.md)
-    turns     at each turn several candidate actions, from forked KV and forked or replayed state; the best
-              prefixes are held and gone on from (`rollouts.tree`)
-    best_of   N whole attempts; the best of them
+What search selects is not what the policy would have done, so every example carries the weight that undoes it:
 
-What search selects is not what the policy would have done: its rewards are higher than the policy's, and its
-actions come from another distribution. So every example carries the weight that undoes the selection,
+    best_of  w(r) = p(r) / (F(r)^N - F(r-)^N), with p and F of the attempts' rewards: the density of the policy over
+             that of the best of N
+    tree     the share of the policy's own attempts that a leaf stands for (`leaf_weights`): 1 / roots, divided at
+             every branching on its way by the number of ways that go on from there
+    turns    the product of the first over an episode's turns, with the scores of the candidates at each; so few
+             make poor weights, and the policy's mean is the rewards less what choosing has gained at each turn
 
-    best of N   w(r) = p(r) / (F(r)^N - F(r-)^N)     with p and F of the attempts' rewards: the density of the
-                                                     policy over that of the best of N
-    tree        the share of the policy's own attempts that a leaf stands for (`leaf_weights`): 1 / roots,
-                divided at every branching on its way by the number of ways that go on from there
-
-    turns       the product of the first over an episode's turns, with the scores of the candidates at each
-
-and the report has the mean reward three times: of what was kept, of all attempts, and of the policy,
-estimated with these weights. The few candidates of `turns` make poor weights; there it is the rewards less what
-choosing has gained: at each turn, the score of what was kept less the mean over its siblings. The tree's
-weights are exact where branching looks at prefixes alone; `beam` looks at how the attempts below a prefix have
-ended, and prefixes that were lucky once are taken up again, so the estimate lies a little below the policy's
-mean. All attempts are written with their log-probabilities, siblings beside the best, for baselines and for RL
-(`rl.tree`).
-"""
+The tree's weights are exact where branching looks at prefixes alone; `beam` looks at how the attempts below a
+prefix have ended, so the estimate lies a little below the policy's mean."""
 
 from __future__ import annotations
 

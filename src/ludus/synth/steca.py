@@ -204,11 +204,16 @@ class _Repair:
         played = await replay(rollout, best.task, changed, seed=seed, attempt=best.attempt)
         if played.failure is not None:
             return None
-        shared = len(_observed_before(best, place))
+        before = before_step(best, place)[len(best.asked) :]
+        shared = sum(one.role != "assistant" for one in before)
         if observed(played)[:shared] != observed(best)[:shared]:
             return "the steps before the repaired one were answered otherwise than before"
         is_better = len(played.actions) >= len(best.actions) and self.is_success(played)
-        pays = not self.was_success or self.settings.score != "turns" or _gain(played, best, place) > 0
+        pays = (
+            not self.was_success
+            or self.settings.score != "turns"
+            or (played.actions[place].reward or 0.0) > (best.actions[place].reward or 0.0)
+        )
         if is_better and pays:
             return played
         if not self.settings.regrow:
@@ -259,13 +264,3 @@ def before_step(trajectory: Trajectory, place: int) -> list[Message]:
     messages, asked = trajectory.messages, len(trajectory.asked)
     places = [i for i, one in enumerate(messages) if one.role == "assistant" and i >= asked]
     return messages[: places[place]]
-
-
-def _observed_before(trajectory: Trajectory, place: int) -> list[str]:
-    after = before_step(trajectory, place)[len(trajectory.asked) :]
-    return [one.content for one in after if one.role != "assistant"]
-
-
-def _gain(played: Trajectory, best: Trajectory, place: int) -> float:
-    """How much more the environment pays for the new step."""
-    return (played.actions[place].reward or 0.0) - (best.actions[place].reward or 0.0)

@@ -77,7 +77,11 @@ def choose_pairs(groups: Iterable[Group], most: int, seed: int = 0) -> list[Atte
         by_task.setdefault(group.task.id, []).extend(played)
     decks = []
     for number, (task, attempts) in enumerate(by_task.items()):
-        pairs = [pair for pair in combinations(attempts, 2) if _differ(*pair)]
+        pairs = [
+            (one, other)
+            for one, other in combinations(attempts, 2)
+            if _asked(one) == _asked(other) and one.messages != other.messages
+        ]
         order = shuffled(len(pairs), key(seed, "pairs", number, task))
         decks.append([pairs[place] for place in order])
     drawn: list[AttemptPair] = []
@@ -132,10 +136,6 @@ def _asked(trajectory: Trajectory) -> list[Message] | None:
     """The messages before the first action; None where no action follows."""
     asked = trajectory.asked
     return asked if asked and len(asked) < len(trajectory.messages) else None
-
-
-def _differ(first: Trajectory, second: Trajectory) -> bool:
-    return _asked(first) == _asked(second) and first.messages != second.messages
 
 
 def _chat(messages: Sequence[Message]) -> list[Json]:

@@ -1,29 +1,8 @@
-"""Rubrics: what a judge looks at, as versioned data.
+"""Rubrics: what a judge looks at, as versioned data (docs/judges.md), and how they evolve with the policy.
 
-A rubric is a TOML or JSON file::
-
-    name = "report"
-    version = 1
-    strictness = "loose"
-
-    [[criteria]]
-    id = "sources"
-    text = "Claims are backed by sources that were really opened."
-    weight = 0.5
-
-`strictness` is loose, middle or strict: how the same criteria are applied. `levels` may reword the three.
-
-Rubrics may evolve with the policy. Every `every` steps, before the update:
-
-- strictness goes up a level where the mean score of the steps since the last change is at least
-  `stricter_above`, and down where it is below `looser_below`; it begins loose unless the rubric names a level;
-- a criterion that does not discriminate is retired: its mean over the episodes whose total reward is above
-  average is within `min_spread` of its mean over the others;
-- the judge's model is shown the best and the worst episodes of the step and proposes up to `propose` criteria
-  that tell them apart. What it proposes is checked, and nothing changes where it has nothing to say.
-
-Each change is a version, and part of a checkpoint. After RLER's evolving rubrics (DR Tulu).
-"""
+Every `every` steps, before the update, strictness follows the mean score, criteria that do not tell good
+episodes from bad are retired, and the judge's model proposes new ones, which are checked. Each change is a
+version, and part of a checkpoint. After RLER's evolving rubrics (DR Tulu)."""
 
 from __future__ import annotations
 

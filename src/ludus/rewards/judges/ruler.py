@@ -1,14 +1,8 @@
 """`Ruler`: one call ranks all attempts at a task. No labels, no reference answer, no hand-made reward.
 
 After RULER (Relative Universal LLM-Elicited Rewards) of OpenPipe's ART: scores only have to be right relative
-to each other, because GRPO takes the group's mean off. What all attempts share is given once, attempts stand in
-an order that a counter-based key shuffles (judges prefer what comes first), and attempts that are equal word
-for word are shown once and score the same.
-
-A verdict that cannot be had leaves the group unscored where the judge is to blame (`asking.py`). Where a text
-keeps it from answering, halves of the group are asked about until it is found: about 2 log2(G) questions for
-one of G attempts. It scores 0, and the others are ranked without it.
-"""
+to each other, because GRPO takes the group's mean off. Where one attempt's text keeps the judge from answering
+(`asking.py`), halves of the group are asked about until it is found, in about 2 log2(G) questions; it scores 0."""
 
 from __future__ import annotations
 
@@ -21,7 +15,7 @@ from pydantic import BaseModel, Field
 
 from ludus.core.messages import Message
 from ludus.core.random import key, shuffled
-from ludus.core.trajectory import Group, Trajectory
+from ludus.core.trajectory import Group
 from ludus.llm import BudgetExceeded, ChatError
 from ludus.rewards.judges.asking import (
     UNTRUSTED,
@@ -110,7 +104,11 @@ class Ruler(AskingReward):
         """A score for each of these; one alone has the middle, without a question."""
         if len(conversations) < 2:
             return [_MIDDLE] * len(conversations)
-        order = shuffled(len(conversations), self._key(group.trajectories))
+        # it depends on which attempts the group has, and on nothing else
+        seeds = (one.seed for one in group.trajectories)
+        order = shuffled(
+            len(conversations), key(self.seed, "ruler", group.trajectories[0].task.id, *seeds)
+        )
 
         def check(verdict: RulerVerdict) -> None:
             if sorted(one.id for one in verdict.scores) != list(range(1, len(order) + 1)):
@@ -159,7 +157,3 @@ class Ruler(AskingReward):
         note = f"There are {len(rests)} attempts: `scores` has each of them once."
         evidence = {"common-start": start, **numbered("attempt", rests)}
         return question(system, evidence, f'"scores": [{scores}]', note=note)
-
-    def _key(self, attempts: Sequence[Trajectory]) -> int:
-        """The order of a group depends on which attempts it has, and on nothing else."""
-        return key(self.seed, "ruler", attempts[0].task.id, *(one.seed for one in attempts))

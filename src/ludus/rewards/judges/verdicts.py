@@ -1,11 +1,7 @@
 """Verdicts on an answer: does it say the same as the target (`ModelMatch`), is code right (`SemiFormal`)?
 
-And on every action, against a checklist of the task (`ProcessJudge`). The checklist is the task's own
-(`checklist` in its metadata), or the model writes one, once for each task. The judge says which items each
-action completed; an item counts once, where it was first completed, so an action's score is its share of the
-list and an episode's scores sum to at most 1. One question an episode, whatever its length. What it says can be
-learned by a small model (`ludus reward-model`, reward `step_model`).
-
+And on every action, against a checklist of the task (`ProcessJudge`): one question an episode, whatever its
+length. An item counts once, where it was first completed, so an episode's scores sum to at most 1.
 Web-Shepherd: "Advancing PRMs for Reinforcing Web Agents", 2025, arXiv:2505.15277.
 """
 

@@ -1,12 +1,8 @@
 """A control group around the whole sandbox, where this user may create one: the last bound on memory and pids.
 
-Each session is held to its limits by resource limits and by the fork server's monitor. The group bounds all of
-them together, so that the kernel kills something in there and not the trainer beside it. One group for all,
-because moving a process into a group costs milliseconds.
-
-The kernel chooses its victim, which need not be the process that filled the memory. So its kills are
-counted: a session that was killed meanwhile is not at fault (`guest_process.FaultAttribution`).
-"""
+Each session is held to its limits by resource limits and by the fork server's monitor; the group bounds all of
+them together, so that the kernel kills something in there and not the trainer beside it. The victim need not be
+the one that filled the memory. So kills are counted: a session that was killed meanwhile is not at fault."""
 
 from __future__ import annotations
 
@@ -158,29 +154,19 @@ def _sweep(parent: Path) -> None:
 
 def _memory_bytes(root: Path) -> int:
     """The sandbox's share of the machine's memory, or of the limit of the container that it runs in."""
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(min([machine, *_own_limits(root)]) * _MEMORY_SHARE)
-
-
-def _own_limits(root: Path) -> list[int]:
-    """The visible memory limits of the groups that this process is in, in cgroup v2 and v1."""
-    limits: list[int] = []
-    for folder in _own_folders(root):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            with contextlib.suppress(OSError, ValueError):  # not there, or "max": no limit
-                limits.append(int((folder / name).read_text()))
-    return [limit for limit in limits if limit > 0]
-
-
-def _own_folders(root: Path) -> set[Path]:
-    """Our group and its parents. A container may see its own group as the root, or under its path."""
-    found = {root, root / "memory"}
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    # a container may see its own group as the root, or under its path
+    folders = {root, root / "memory"}
     for controllers, path in _own_groups():
         if "memory" in controllers or "" in controllers:
             home = root / "memory" if "memory" in controllers else root
             own = home / path
-            found |= {own, *(parent for parent in own.parents if parent.is_relative_to(home))}
-    return found
+            folders |= {own, *(parent for parent in own.parents if parent.is_relative_to(home))}
+    for folder in folders:
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            with contextlib.suppress(OSError, ValueError):  # not there, or "max": no limit
+                limits.append(int((folder / name).read_text()))
+    return int(min(limit for limit in limits if limit > 0) * _MEMORY_SHARE)
 
 
 def _own_groups() -> Iterator[tuple[list[str], str]]:

@@ -186,7 +186,9 @@ def arrangements(config: SandboxConfig, reasons: dict[str, str]) -> Iterator[dic
     has_landlock = bool(kernel.landlock_version())
     if not has_landlock:
         reasons["landlock"] = "the kernel has none, or it is switched off"
-    shown = [str(Path(path).absolute()) for path in (*_python_folders(), *config.readable)]
+    # where this Python and its packages are installed, so that guest code can import them
+    python = [sys.prefix, sys.base_prefix, sys.exec_prefix, str(Path(sys.executable).resolve().parent)]
+    shown = [str(Path(path).absolute()) for path in (*python, *config.readable)]
     common: dict[str, Any] = {
         "preload": list(config.preload),
         "network": config.network,
@@ -230,12 +232,6 @@ def _resolver() -> str:
         return Path("/etc/resolv.conf").read_text()
     except OSError:
         return ""
-
-
-def _python_folders() -> list[str]:
-    """Where this Python and its packages are installed, so that guest code can import them."""
-    program = Path(sys.executable).resolve().parent
-    return [sys.prefix, sys.base_prefix, sys.exec_prefix, str(program)]
 
 
 async def _probe(worker: SandboxWorker, config: SandboxConfig, *, is_slot: bool) -> dict[str, Any]:

@@ -1,12 +1,8 @@
 """What namespaces get from outside: users for their sessions, and a network that is not the machine's own.
 
-As an ordinary user, a user id for each session is a subordinate id (`man 5 subuid`).
-
-The kernel keeps some of its counts per user (descriptors in flight, pages in pipes, `epoll` watches), so
-sessions that are one user can keep each other from these. Root simply maps unused ids. An ordinary user may map
-itself alone, unless the administrator has given it ids in /etc/subuid and /etc/subgid; the set-uid programs
-`newuidmap` and `newgidmap` (package `uidmap`) then write the map. Rootless Podman works the same way.
-"""
+The kernel keeps some of its counts per user, so sessions that are one user can keep each other from these. Root
+maps unused ids. An ordinary user needs subordinate ids (`man 5 subuid`), and the set-uid programs `newuidmap`
+and `newgidmap` (package `uidmap`), which write the map; rootless Podman works the same way."""
 
 from __future__ import annotations
 

@@ -70,14 +70,23 @@ class Astra(SynthMethod[AstraConfig]):
     needs_policy = False
 
     async def run(self, context: SynthContext) -> SynthResult:
-        page = _read(self.settings.page)
+        page = read_user_text(self.settings.page)
+        if not page.strip():
+            raise ConfigError(f"{self.settings.page} is empty: it should describe a job")
         spec = await self._designed(context, page)
         drafts: list[Json] = []
         folder = Path(context.folder.path) / "environment"
         rules, findings = "", [""]
         while findings:
             if len(drafts) >= self.settings.attempts:
-                raise LudusError(_rejection(self.settings.page, drafts))
+                lines = [
+                    f"draft {number}: {'; '.join(one['findings'])}"
+                    for number, one in enumerate(drafts, start=1)
+                ]
+                raise LudusError(
+                    f"no environment could be made of {self.settings.page} in {len(drafts)} attempts\n"
+                    + "\n".join(lines)
+                )
             previous, problems = rules, [one for one in findings if one]
             draft = await self._draft(context, len(drafts), folder, page, spec, previous, problems)
             drafts.append(draft)
@@ -174,20 +183,6 @@ def _next(folder: Path) -> str:
     check = ["ludus", "check", "env", f"{file}:World", "--tasks", str(folder / "tasks.jsonl")]
     check += ["--expert", f"{file}:expert", "--reward", f"{file}:success"]
     return f"the environment is in {folder}: {shlex.join(check)}; ludus train {recipe}"
-
-
-def _rejection(page: str, drafts: list[Json]) -> str:
-    lines = [
-        f"draft {number}: {'; '.join(one['findings'])}" for number, one in enumerate(drafts, start=1)
-    ]
-    return f"no environment could be made of {page} in {len(drafts)} attempts\n" + "\n".join(lines)
-
-
-def _read(place: str) -> str:
-    text = read_user_text(place)
-    if not text.strip():
-        raise ConfigError(f"{place} is empty: it should describe a job")
-    return text
 
 
 _ENVIRONMENT = '''"""The environment that world.json describes, made from page.txt by `ludus synth astra`.

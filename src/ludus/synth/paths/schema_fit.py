@@ -78,7 +78,8 @@ def fits(returned: Json, wanted: Json, depth: int = 0) -> bool:
     if not _choices_fit(returned, wanted):
         return False
     if "enum" in returned or "const" in returned:
-        return _is_bare(wanted) or "enum" in wanted or "const" in wanted
+        is_bare = not wanted.keys() & {*_LOW, *_HIGH, *_EXACT, "items", "properties", "required"}
+        return is_bare or "enum" in wanted or "const" in wanted
     return _limits_fit(returned, wanted) and _inside_fits(kinds[0], returned, wanted, depth)
 
 
@@ -139,10 +140,6 @@ def _choices_fit(returned: Json, wanted: Json) -> bool:
     # 1 and True are equal in Python and different in JSON
     keys = {(_type_of(one), repr(one)) for one in allowed}
     return given is not None and all((_type_of(one), repr(one)) in keys for one in given)
-
-
-def _is_bare(wanted: Json) -> bool:
-    return not wanted.keys() & {*_LOW, *_HIGH, *_EXACT, "items", "properties", "required"}
 
 
 def _limits_fit(returned: Json, wanted: Json) -> bool:

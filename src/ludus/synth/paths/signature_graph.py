@@ -1,13 +1,9 @@
 """Magnet's graph of function signatures: what tools return, what they take, and which fits where.
 
-Nodes are parameters and return values; an edge is data flow: the `flight_id` that a search returns feeds the
-`flight_id` that a booking takes. Both name and type must fit. Names are compared as words, so `flightId` is
-`flight_id`; an `id` inside `flights` is one too; and words that say little (`id`, `name`) fit only where the
-two tools are about the same thing.
-
-Yin et al., "Magnet: Multi-turn Tool-use Data Synthesis and Distillation via Graph Translation", 2025,
-arXiv:2503.07826.
-"""
+An edge is data flow: the `flight_id` that a search returns feeds the `flight_id` that a booking takes. Name and
+type must fit. Names are compared as words; words that say little (`id`, `name`) fit only where the two tools
+are about the same thing. Yin et al., "Magnet: Multi-turn Tool-use Data Synthesis and Distillation via Graph
+Translation", 2025, arXiv:2503.07826."""
 
 from __future__ import annotations
 
@@ -70,7 +66,10 @@ class SignatureGraph:
         if not specs:
             raise ConfigError("there are no tools to make calls of: name some")
         parameters = {spec.name: tuple(_parameters(spec)) for spec in specs}
-        returns = {spec.name: tuple(_returns(spec)) for spec in specs}
+        returns = {
+            spec.name: tuple(_inside(spec.name, (), inlined(spec.returns or {}), True, 0))
+            for spec in specs
+        }
         every = [node for nodes in returns.values() for node in nodes]
         feeders = {
             taken: tuple(node for node in every if node.tool != taken.tool and feeds(node, taken))
@@ -139,11 +138,6 @@ def _parameters(spec: ToolSpec) -> Iterator[ParameterNode]:
     required = takes.get("required", ())
     for name, schema in takes.get("properties", {}).items():
         yield ParameterNode(spec.name, name, schema, name in required)
-
-
-def _returns(spec: ToolSpec) -> Iterator[ReturnNode]:
-    if spec.returns is not None:
-        yield from _inside(spec.name, (), inlined(spec.returns), True, 0)
 
 
 def _inside(tool: str, place: Place, schema: Any, certain: bool, depth: int) -> Iterator[ReturnNode]:

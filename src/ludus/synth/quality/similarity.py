@@ -1,16 +1,10 @@
-"""Near-duplicates among many sets, and clusters of embeddings: several clusters are several strategies.
+"""Near-duplicates among many sets, decontamination, and clusters of embeddings: clusters are strategies.
 
-Near-duplicates are sets with J(a, b) = |a ∩ b| / |a ∪ b| above a threshold.
-
-Two sets of sizes x and y can only be so alike when they share an element among the first
-x − ⌈t · x⌉ + 1 of the one and the first y − ⌈t · y⌉ + 1 of the other, in any order that is the same for both
-(prefix filtering: Chaudhuri et al., "A Primitive Operator for Similarity Joins in Data Cleaning", 2006). So a
-set is indexed by those few elements alone, rare ones first, and compared with the few that share one. Nothing
-is missed.
-
-Sets of more than `SKETCH` elements are replaced by their smallest hashes (bottom-k MinHash: Broder, "On the
-resemblance and containment of documents", 1997), and their similarity is estimated.
-"""
+Near-duplicates are sets with J(a, b) = |a ∩ b| / |a ∪ b| above a threshold t. Two sets of sizes x and y can
+only be so alike when they share an element among the first x − ⌈t · x⌉ + 1 of the one and the first y − ⌈t · y⌉
++ 1 of the other, in any order that is the same for both (prefix filtering: Chaudhuri et al., 2006). So a set is
+indexed by those few elements, rare ones first, and nothing is missed. Sets of more than `SKETCH` elements are
+replaced by their smallest hashes (bottom-k MinHash: Broder, 1997), and their similarity is estimated."""
 
 from __future__ import annotations
 
