@@ -1,7 +1,8 @@
 """Rewards for how an episode was played: expected calls, completion with process and efficiency, penalties.
 
 A penalty is a reward that is never positive, so that a recipe adds the ones it needs and the parts stay
-visible. Name the reward that decides `success`: penalties take the total of a right answer below 1."""
+visible. Name the reward that decides `success`: penalties take the total of a right answer below 1.
+"""
 
 from __future__ import annotations
 

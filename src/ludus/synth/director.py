@@ -3,7 +3,8 @@
 The director turns a task into an outline, one step for each action. An actor sees the outline, the current step
 and what has happened, and writes the next action, which is run. What is trained on is the episode as the agent
 would have played it. A step that an actor cannot do, or whose calls fail again and again, is the rejection
-`step_failed`."""
+`step_failed`.
+"""
 
 from __future__ import annotations
 

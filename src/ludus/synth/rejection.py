@@ -2,7 +2,8 @@
 
 The checks, each with the name of its reason, are in order: failed, too_short, too_many_calls, wasteful,
 duplicate (Jaccard overlap of the sets of actions), low_quality (0.5 · max(0, 1 − 0.1 · calls) + 0.5 · share of
-complete turns). It finds only what the model can do already; the report says how much, and how alike."""
+complete turns). It finds only what the model can do already; the report says how much, and how alike.
+"""
 
 from __future__ import annotations
 

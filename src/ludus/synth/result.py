@@ -2,7 +2,7 @@
 
     settings.json                 what was asked for; a folder holds one method under one set of settings
     parts/STAGE/000003.parquet    what the fourth item of a stage has given: episodes, notes, cost
-    examples, rejected, pairs     .parquet: what was kept, the other candidates, better and worse episodes at a task
+    examples, rejected, pairs     .parquet: what was kept, the other candidates, better and worse episodes
     report.json, report.md        yield, reasons, cost; page.html shows what was kept and why
 
 Every file appears whole or not at all. An item counts as finished when none of its episodes failed through our

@@ -2,7 +2,8 @@
 
 After MCP-RL (OpenPipe's ART). A proposal is kept if it is new (no near-duplicate by words, no equal calls), if
 all of its calls succeed on a fresh server, and if the writer, shown their results, can answer. What is played
-there is a demonstration. The split in train and held out is by difficulty, so that both have the same mix."""
+there is a demonstration. The split in train and held out is by difficulty, so that both have the same mix.
+"""
 
 from __future__ import annotations
 

@@ -2,15 +2,16 @@
 
 What search selects is not what the policy would have done, so every example carries the weight that undoes it:
 
-    best_of  w(r) = p(r) / (F(r)^N - F(r-)^N), with p and F of the attempts' rewards: the density of the policy over
-             that of the best of N
-    tree     the share of the policy's own attempts that a leaf stands for (`leaf_weights`): 1 / roots, divided at
-             every branching on its way by the number of ways that go on from there
+    best_of  w(r) = p(r) / (F(r)^N - F(r-)^N), with p and F of the attempts' rewards: the density of the policy
+             over that of the best of N
+    tree     the share of the policy's own attempts that a leaf stands for (`leaf_weights`): 1 / roots, divided
+             at every branching on its way by the number of ways that go on from there
     turns    the product of the first over an episode's turns, with the scores of the candidates at each; so few
              make poor weights, and the policy's mean is the rewards less what choosing has gained at each turn
 
 The tree's weights are exact where branching looks at prefixes alone; `beam` looks at how the attempts below a
-prefix have ended, so the estimate lies a little below the policy's mean."""
+prefix have ended, so the estimate lies a little below the policy's mean.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@ encloses.
 A judge that gives no usable answer is either broken, which is our failure and leaves the episode unscored, or
 kept from answering by what the episode says: that scores the minimum, or a policy could learn to leave its bad
 episodes unscored. A control question tells them apart: the same judge, task and form with a harmless attempt.
-After an error other than an unusable answer the episode is asked about once more."""
+After an error other than an unusable answer the episode is asked about once more.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ The model is asked twice, with the two in either order, because judges prefer wh
 two verdicts differ there is none: a tie.
 
 A row is what DPO and reward models read: `prompt`, `chosen`, `rejected`, and `dimensions` with what is better
-in which respect. A pair in which neither is better makes no row."""
+in which respect. A pair in which neither is better makes no row.
+"""
 
 from __future__ import annotations
 

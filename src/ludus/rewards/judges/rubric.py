@@ -2,7 +2,8 @@
 
 Every `every` steps, before the update, strictness follows the mean score, criteria that do not tell good
 episodes from bad are retired, and the judge's model proposes new ones, which are checked. Each change is a
-version, and part of a checkpoint. After RLER's evolving rubrics (DR Tulu)."""
+version, and part of a checkpoint. After RLER's evolving rubrics (DR Tulu).
+"""
 
 from __future__ import annotations
 

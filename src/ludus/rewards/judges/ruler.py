@@ -2,7 +2,8 @@
 
 After RULER (Relative Universal LLM-Elicited Rewards) of OpenPipe's ART: scores only have to be right relative
 to each other, because GRPO takes the group's mean off. Where one attempt's text keeps the judge from answering
-(`asking.py`), halves of the group are asked about until it is found, in about 2 log2(G) questions; it scores 0."""
+(`asking.py`), halves of the group are asked about until it is found, in about 2 log2(G) questions; it scores 0.
+"""
 
 from __future__ import annotations
 

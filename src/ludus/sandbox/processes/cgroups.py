@@ -2,7 +2,8 @@
 
 Each session is held to its limits by resource limits and by the fork server's monitor; the group bounds all of
 them together, so that the kernel kills something in there and not the trainer beside it. The victim need not be
-the one that filled the memory. So kills are counted: a session that was killed meanwhile is not at fault."""
+the one that filled the memory. So kills are counted: a session that was killed meanwhile is not at fault.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 The kernel keeps some of its counts per user, so sessions that are one user can keep each other from these. Root
 maps unused ids. An ordinary user needs subordinate ids (`man 5 subuid`), and the set-uid programs `newuidmap`
-and `newgidmap` (package `uidmap`), which write the map; rootless Podman works the same way."""
+and `newgidmap` (package `uidmap`), which write the map; rootless Podman works the same way.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 An edge is data flow: the `flight_id` that a search returns feeds the `flight_id` that a booking takes. Name and
 type must fit. Names are compared as words; words that say little (`id`, `name`) fit only where the two tools
 are about the same thing. Yin et al., "Magnet: Multi-turn Tool-use Data Synthesis and Distillation via Graph
-Translation", 2025, arXiv:2503.07826."""
+Translation", 2025, arXiv:2503.07826.
+"""
 
 from __future__ import annotations
 

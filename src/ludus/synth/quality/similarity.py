@@ -4,7 +4,8 @@ Near-duplicates are sets with J(a, b) = |a ∩ b| / |a ∪ b| above a threshold 
 only be so alike when they share an element among the first x − ⌈t · x⌉ + 1 of the one and the first y − ⌈t · y⌉
 + 1 of the other, in any order that is the same for both (prefix filtering: Chaudhuri et al., 2006). So a set is
 indexed by those few elements, rare ones first, and nothing is missed. Sets of more than `SKETCH` elements are
-replaced by their smallest hashes (bottom-k MinHash: Broder, 1997), and their similarity is estimated."""
+replaced by their smallest hashes (bottom-k MinHash: Broder, 1997), and their similarity is estimated.
+"""
 
 from __future__ import annotations
 
