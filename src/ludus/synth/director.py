@@ -121,7 +121,6 @@ class OutlineActor(Agent):
             raise
 
     async def _step(self, episode: Episode, number: int) -> bool:
-        """Play one step; False where the episode is over with it."""
         failures = 0
         for _ in range(self.settings.step_actions):
             text = f"The current step: {number}. {self.outline.steps[number - 1]}"

@@ -124,7 +124,6 @@ class HindsightRelabelling(SynthMethod[EchoConfig]):
 
 
 async def account_of(model: ChatModel, recorded: Trajectory, max_tokens: int) -> Achieved:
-    """A language model's account of what an episode has achieved."""
     task = recorded.task
     asked = transcript(task.messages, len(task.messages))
     text = (

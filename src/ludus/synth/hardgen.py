@@ -69,8 +69,6 @@ Spot = ToolPair | TypedParameter
 
 @dataclass(slots=True)
 class Tally:
-    """Uses of something, and the failures blamed on it."""
-
     uses: int = 0
     failures: float = 0.0
 
@@ -107,7 +105,6 @@ class ApiGraph:
         return dict(sorted(found.items(), key=lambda one: (-one[1], str(one[0]))))
 
     def add(self, trajectory: Trajectory) -> None:
-        """Count an episode."""
         calls = trajectory.calls
         used: list[Spot] = [*_steps(calls)]
         used += [one for call in calls for one in self._parameters(call)]

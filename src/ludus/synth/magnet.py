@@ -109,7 +109,6 @@ async def graph_of(context: SynthContext) -> tuple[TaskSource, SignatureGraph]:
 
 
 def planner_of(graph: SignatureGraph, settings: PathConfig, seed: int) -> PathPlanner:
-    """A planner by these settings."""
     draw = Random(key(seed, "paths"))
     values = schema_values(settings.values)
     return PathPlanner(graph, values, draw, settings.max_calls, settings.optional)
@@ -205,7 +204,6 @@ class UserTurns(BaseModel):
 
 
 def template_turns(path: CallPath, graph: SignatureGraph) -> list[str]:
-    """A plain instruction for each turn."""
     texts = []
     for numbers in path.by_turn():
         parts = [_sentence(path, number, graph.specs[path.calls[number].tool]) for number in numbers]

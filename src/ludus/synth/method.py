@@ -122,7 +122,6 @@ class SynthContext:
     _places: dict[int, AbstractAsyncContextManager[object]] = field(default_factory=dict)
 
     def tasks(self, most: int | None = None) -> list[SourcedTask]:
-        """The tasks of all sources."""
         found = [SourcedTask(one, task) for one in self.sources for task in one.tasks[:most]]
         if not found:
             raise ConfigError("there are no tasks to make examples from: set tasks.train")
@@ -245,7 +244,6 @@ class SynthContext:
         return piece
 
     async def close(self) -> None:
-        """Close the language models."""
         for model in self._models.values():
             await model.close()
         self._models.clear()

@@ -183,7 +183,6 @@ def _describe(
     groups: Sequence[Group],
     settings: RejectionSamplingConfig,
 ) -> None:
-    """The numbers of the report: yield, calls, clusters, difficulty."""
     scored = [one for group in groups for one in group.trainable]
     good = [one for one in scored if is_success(one, settings.threshold)]
     kept = [one for one, _ in chosen]

@@ -243,5 +243,4 @@ def with_provenance(trajectory: Trajectory, **facts: Any) -> Trajectory:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Their mean; 0 of none."""
     return sum(values) / len(values) if values else 0.0

@@ -48,15 +48,11 @@ OnScenario = Callable[[int, int], None]
 
 
 class PlannedCall(BaseModel):
-    """A call that a scenario's writer expects."""
-
     tool: str
     arguments: Json = Field(default_factory=dict)
 
 
 class ProposedScenario(BaseModel):
-    """Scenario proposed by a writer."""
-
     task: Annotated[str, Field(min_length=8, max_length=2_000)]
     difficulty: Annotated[int, AfterValidator(lambda level: min(max(level, 1), 5))] = 3
     """From 1 to 5; writers that number their tasks go on to 8, and mean the hardest."""
@@ -113,11 +109,9 @@ class Scenario:
         return [{"tool": call.name, "arguments": call.arguments} for call in calls]
 
     def as_task(self, id: str) -> Json:
-        """A row of a task file."""
         return {"id": id, "prompt": self.task, "plan": self.plan, "difficulty": self.difficulty}
 
     def as_demonstration(self) -> Json:
-        """A row of a file of demonstrations."""
         return {"messages": [message.as_chat() for message in self.messages]}
 
 

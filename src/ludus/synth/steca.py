@@ -82,8 +82,6 @@ class StecaConfig(EpisodesConfig):
 
 
 class StepScores(BaseModel):
-    """A language model's scores of the steps."""
-
     scores: list[float]
 
 
@@ -118,8 +116,6 @@ class StepCalibration(SynthMethod[StecaConfig]):
 
 
 class _Repair:
-    """The repair of one episode."""
-
     def __init__(
         self, settings: StecaConfig, context: SynthContext, one: SourcedEpisode, rule: Any
     ) -> None:
@@ -163,7 +159,6 @@ class _Repair:
         return ItemResult([with_provenance(best, method="steca", **facts)])
 
     async def _values(self) -> list[float]:
-        """The score of each step."""
         if self.settings.score == "turns":
             return [action.reward or 0.0 for action in self.recorded.actions]
         if self.settings.score == "model":

@@ -45,7 +45,6 @@ class EpisodeStep:
 
 
 def steps_of(trajectory: Trajectory, parse: Parse | None = None) -> list[EpisodeStep]:
-    """The steps of an episode, in order."""
     steps: list[EpisodeStep] = []
     for message in trajectory.messages[len(trajectory.asked) :]:
         if message.role == "assistant":

@@ -177,7 +177,6 @@ class ContainerSession(Session):
         return self._ended is not None and not self.closed
 
     async def open(self, image: str) -> None:
-        """Start the container."""
         engine, seconds = self._tier.engine, self._tier.config.container.start_seconds
         command = engine.start(self.name, image, self.limits)
         if not engine.is_attached:
@@ -436,7 +435,6 @@ class ContainerSession(Session):
             raise
 
     async def _entered(self, argv: list[str], stdin: bytes, wall: float, limit: int) -> Ran:
-        """Run a program in the container."""
         mark = new_mark()
         words = wrapped(argv, mark, wall, self.limits)
         return await enter(self._tier.engine.execute(self.name, words), mark, stdin, wall, limit)

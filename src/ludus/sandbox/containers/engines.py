@@ -158,7 +158,6 @@ class KubernetesEngine(ContainerEngine):
         return Command([*self.program, "create", "-f", "-"], json.dumps(manifest).encode())
 
     def job(self, name: str, image: str, limits: Limits) -> dict[str, Any]:
-        """The manifest of a session."""
         given = self.settings
         network = "any" if self.config.network else "none"
         labels = {LABEL: "", "ludus.network": network}

@@ -280,7 +280,6 @@ def wrapped(argv: Sequence[str], mark: str, wall: float, limits: Limits) -> list
 
 
 def new_mark() -> str:
-    """A mark that no program knows beforehand."""
     return f"\x1e{secrets.token_hex(12)}:"
 
 
@@ -312,7 +311,6 @@ async def spawned(command: Command) -> Process:
 
 @cache
 def _folder() -> str:
-    """Where engines' commands run: Podman writes a file `oom` where it is."""
     made = tempfile.mkdtemp(prefix="ludus-engine-")
     atexit.register(shutil.rmtree, made, ignore_errors=True)
     return made

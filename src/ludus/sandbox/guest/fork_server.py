@@ -326,7 +326,6 @@ class ForkServer:
             os._exit(0)
 
     def _enforce(self, found: list[watch.Excess]) -> None:
-        """End sessions that exceed a limit."""
         for number, what in found:
             self._tell({"event": "excess", "id": number, "what": what})
             self._kill(number)

@@ -29,7 +29,6 @@ class BadFrame(ValueError):
 
 
 def packed(header: Header, body: bytes = b"") -> bytes:
-    """One frame as bytes."""
     text = json.dumps(header).encode()
     return len(text).to_bytes(4, "little") + len(body).to_bytes(4, "little") + text + body
 
@@ -96,6 +95,5 @@ def descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
 
 
 def close_all(fds: list[int]) -> None:
-    """Close these descriptors and empty the list."""
     while fds:
         os.close(fds.pop())

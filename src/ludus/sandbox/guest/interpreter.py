@@ -261,7 +261,6 @@ eval "$__ludus_command"
 
 
 def run_shell(command: str, state: str, wall_seconds: float, cpu_seconds: float) -> dict[str, Any]:
-    """Run a command in the session's shell."""
     script = ["bash", "--norc", "--noprofile", "-c", SHELL_SCRIPT, "bash", f"{state}/shell", command]
     return run_program(script, wall_seconds, cpu_seconds)
 

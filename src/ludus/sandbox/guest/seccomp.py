@@ -209,7 +209,6 @@ def program(
 
 
 def packed(code: Iterable[Instruction]) -> bytes:
-    """The filter as the kernel takes it."""
     return b"".join(
         op.to_bytes(2, "little") + bytes((yes, no)) + value.to_bytes(4, "little")
         for op, yes, no, value in code

@@ -137,7 +137,6 @@ class Sqlite:
         return sqlite3.SQLITE_OK
 
     def split(self, query: str) -> list[str]:
-        """The statements of a query, without the empty ones."""
         found: list[str] = []
         current = ""
         for piece in _PIECE.findall(query):

@@ -356,7 +356,6 @@ class GuestProcess:
         return request.result() if request.done() else None
 
     def tell(self, header: dict[str, Any]) -> None:
-        """Send a message that has no answer."""
         self._link.send(header)
 
     def settled(self) -> None:

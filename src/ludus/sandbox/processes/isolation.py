@@ -98,7 +98,6 @@ class ProcessLayers(Layers):
         return bool(self.settings["namespaces"]) and not covered
 
     def remove(self) -> None:
-        """Remove the folder and the control group of the sandbox."""
         _remove_session_folders(self.settings)
         self.group.remove()
 

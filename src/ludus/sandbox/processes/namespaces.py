@@ -130,7 +130,6 @@ _HARDENING = ("--enable-sandbox", "--enable-seccomp")
 
 
 def slirp_program() -> str | None:
-    """Path of slirp4netns; None where it is not installed."""
     return shutil.which("slirp4netns")
 
 

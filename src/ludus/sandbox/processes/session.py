@@ -49,8 +49,6 @@ _LISTEN_AFTER_SECONDS, _WATCH_AFTER_SECONDS = 0.03, 0.1
 
 @dataclass(slots=True)
 class _Running:
-    """An execution in flight."""
-
     answered: Answer | None = None
     stopped: Outcome | None = None
     """Why the host stopped it."""
@@ -280,7 +278,6 @@ class ProcessSession(Session):
         return replace(unfinished(ending, None, self.limits), lost=True)
 
     async def _outcome(self, running: _Running, wall: float, *, polite: bool) -> Execution:
-        """Wait for the end of an execution, and stop it at the deadline."""
         process, answered = self._guest.process, running.answered
         assert answered is not None
         loop = asyncio.get_running_loop()

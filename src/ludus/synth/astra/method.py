@@ -124,7 +124,6 @@ class Astra(SynthMethod[AstraConfig]):
         previous: str,
         problems: list[str],
     ) -> Json:
-        """Rules, and what is wrong with them."""
         model = await context.model(self.settings.designer)
 
         async def write() -> ItemResult:
@@ -221,7 +220,6 @@ def write_package(
     held_out: Sequence[Task],
     demonstrations: Sequence[Trajectory],
 ) -> None:
-    """Write the files for training on it."""
     _write(folder / "tasks.jsonl", "".join(_line(task) for task in training))
     _write(folder / "held_out.jsonl", "".join(_line(task) for task in held_out))
     write_trajectories(folder / "demonstrations.parquet", demonstrations)
@@ -372,6 +370,5 @@ async def write_rules(
 
 
 def code_in(text: str) -> str:
-    """The longest block of code in an answer; all of it where there is none."""
     blocks = _FENCE.findall(text)
     return max(blocks, key=len)[:_MOST_RULES] if blocks else text[:_MOST_RULES]

@@ -39,8 +39,6 @@ right ones, or "drop" if the task cannot be done with the tools or does not say 
 
 
 class CallLabel(BaseModel):
-    """A call of a label."""
-
     name: str
     arguments: dict[str, Any] = {}
 
@@ -96,7 +94,6 @@ async def judge_label(
 
 
 def mended(candidate: LabelledTask, verdict: LabelVerdict) -> LabelledTask:
-    """The example with the judge's label in place of its own."""
     calls = tuple(ToolCall(one.name, one.arguments) for one in verdict.calls)
     label = [{"name": one.name, "arguments": one.arguments} for one in calls]
     told = {**candidate.provenance, "mended_from": candidate.label}
@@ -149,8 +146,6 @@ def capability_rates(groups: Sequence[Group], by: str) -> dict[str, CapabilityRa
 
 
 class WrittenTask(BaseModel):
-    """A task with its label."""
-
     task: str
     calls: list[CallLabel]
 

@@ -202,7 +202,6 @@ class _Loop:
         return list(by_task.values())
 
     async def _expanded(self, number: int, played: Sequence[Trajectory]) -> list[Trajectory]:
-        """New examples where the model fails."""
         settings, this = self.settings, self.rounds[-1]
         this.wanted = plan_expansion(this.rates, settings.examples)
         if settings.expand == "tasks":
@@ -275,7 +274,6 @@ class _Loop:
         return own.kept
 
     async def _played(self, candidate: LabelledTask) -> Trajectory:
-        """The label, or the expert, in a real episode."""
         if candidate.calls is not None:
             agent: Agent = LabelAgent(candidate)
         elif self.trainer.expert is not None:

@@ -27,8 +27,6 @@ Values = Callable[[ParameterNode, Random], Any]
 
 @dataclass(frozen=True, slots=True)
 class FromUser:
-    """An argument that the instruction states."""
-
     value: Any
 
 

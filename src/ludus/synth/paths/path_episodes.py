@@ -122,7 +122,6 @@ async def play_path(
     *,
     reply: Reply = plain_reply,
 ) -> PlayedPath:
-    """Make the calls of a path in an episode of its own."""
     agent = PathAgent(planned, graph, reply)
     trajectory = await demonstration_rollout(agent, tools, pools).play(planned.task, 0, 0)
     problem = agent.problem

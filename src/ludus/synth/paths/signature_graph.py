@@ -63,7 +63,6 @@ class SignatureGraph:
 
     @classmethod
     def of(cls, specs: Sequence[ToolSpec]) -> SignatureGraph:
-        """The graph of these tools."""
         if not specs:
             raise ConfigError("there are no tools to make calls of: name some")
         parameters = {spec.name: tuple(_parameters(spec)) for spec in specs}
@@ -81,7 +80,6 @@ class SignatureGraph:
 
     @property
     def edges(self) -> list[tuple[ReturnNode, ParameterNode]]:
-        """All data flow."""
         return [(source, taken) for taken, sources in self.feeders.items() for source in sources]
 
     def successors(self, tool: str) -> list[str]:
@@ -104,7 +102,6 @@ class SignatureGraph:
 
 
 def feeds(source: ReturnNode, taken: ParameterNode) -> bool:
-    """Whether a return value is of the parameter's name and type."""
     return names_fit(source, taken) and fits(source.schema, taken.schema)
 
 

@@ -177,8 +177,6 @@ Answer with JSON: {"coherent": true or false, "step": the first step that jumps 
 
 
 class StepVerdict(BaseModel):
-    """Verdict on an episode."""
-
     coherent: bool
     step: int | None = None
     why: str = ""
