@@ -180,11 +180,11 @@ class DirectorActor(SynthMethod[DirectorConfig]):
         tasks = context.tasks(settings.tasks)
         items = [(one, number) for one in tasks for number in range(settings.outlines)]
 
-        async def make(item: tuple[SourcedTask, int]) -> ItemResult:
-            return await self._episodes(context, *item)
-
         pieces = await context.each(
-            "outlines", items, make, name=lambda item: f"{item[0].name}/{item[1]}"
+            "outlines",
+            items,
+            lambda item: self._episodes(context, *item),
+            name=lambda item: f"{item[0].name}/{item[1]}",
         )
         result = SynthResult()
         kept: dict[str, KeptExamples] = {}

@@ -79,10 +79,12 @@ class HindsightRelabelling(SynthMethod[EchoConfig]):
         model = await context.model(settings.model)
         verifier = load_reference(settings.verifier) if settings.verifier else None
 
-        async def relabel(one: SourcedEpisode) -> ItemResult:
-            return await self._relabelled(one, model, verifier, key(context.seed, one.name))
-
-        pieces = await context.each("hindsight", failed, relabel, name=lambda one: one.name)
+        pieces = await context.each(
+            "hindsight",
+            failed,
+            lambda one: self._relabelled(one, model, verifier, key(context.seed, one.name)),
+            name=lambda one: one.name,
+        )
         result = SynthResult()
         for one, piece in zip(failed, pieces, strict=True):
             result.add(piece, one.trajectory)

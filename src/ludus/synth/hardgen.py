@@ -246,15 +246,12 @@ def plan_through(planner: PathPlanner, wanted: dict[Spot, int]) -> list[tuple[Sp
         for _ in range(_TRIES * count):
             if mine >= count:
                 break
-            path = _through(planner, spot)
+            if isinstance(spot, ToolPair):
+                first = spot.first if spot.first in planner.graph.specs else None
+                path = planner.through(first, spot.last)
+            else:
+                path = planner.through(None, spot.tool, frozenset({spot.name}))
             if len(path.calls) <= planner.max_calls and spot.is_touched_by(path):
                 mine += path_text(path) not in found
                 found.setdefault(path_text(path), (spot, path))
     return list(found.values())
-
-
-def _through(planner: PathPlanner, spot: Spot) -> CallPath:
-    if isinstance(spot, ToolPair):
-        first = spot.first if spot.first in planner.graph.specs else None
-        return planner.through(first, spot.last)
-    return planner.through(None, spot.tool, frozenset({spot.name}))

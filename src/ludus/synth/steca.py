@@ -98,10 +98,12 @@ class StepCalibration(SynthMethod[StecaConfig]):
         ]
         rule = load_reference(settings.rule) if settings.rule else None
 
-        async def calibrate(one: SourcedEpisode) -> ItemResult:
-            return await _Repair(settings, context, one, rule).calibrated()
-
-        pieces = await context.each("calibration", episodes, calibrate, name=lambda one: one.name)
+        pieces = await context.each(
+            "calibration",
+            episodes,
+            lambda one: _Repair(settings, context, one, rule).calibrated(),
+            name=lambda one: one.name,
+        )
         result = SynthResult()
         for one, piece in zip(episodes, pieces, strict=True):
             result.add(piece, one.trajectory)

@@ -19,11 +19,11 @@ import secrets
 import struct
 import time
 import zlib
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from typing import Annotated, Any, ClassVar, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, Field
 
@@ -63,12 +63,6 @@ _ANSWER = (
 )
 
 
-class Sized(Protocol):
-    """Anything with a length."""
-
-    def __len__(self) -> int: ...
-
-
 @dataclass(frozen=True, slots=True)
 class JudgeQuestion:
     """A question to a judge, and the code that its verdict has to name."""
@@ -92,7 +86,7 @@ def question(
     code and continues with `form`.
     """
     code = code_of(*evidence.values())
-    shown = [enclosed(text, name, code) for name, text in evidence.items()]
+    shown = [f"<{name}-{code}>\n{text}\n</{name}-{code}>" for name, text in evidence.items()]
     asked = f'{_ANSWER}\n{{"code": "{code}", {form}}}'
     user = "\n\n".join(filter(None, [*shown, note, asked]))
     return JudgeQuestion(
@@ -109,11 +103,6 @@ def code_of(*texts: str) -> str:
         if not any(code in text for text in texts):
             return code
         number += 1
-
-
-def enclosed(text: str, name: str, code: str) -> str:
-    """A text between marks of this name and code."""
-    return f"<{name}-{code}>\n{text}\n</{name}-{code}>"
 
 
 def numbered(name: str, texts: Sequence[str]) -> dict[str, str]:

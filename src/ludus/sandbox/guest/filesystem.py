@@ -125,17 +125,12 @@ def complete_fork(copy_mb: int | None, shown: Sequence[str]) -> None:
         os.chdir(_BOX)  # the original's files stay reachable from here once the new tmpfs covers them
         _mount_box(copy_mb)
         try:
-            _copy_tree(".", _BOX, {})
+            copy_tree(".", _BOX)
         except OSError as error:
             raise CannotCopy(f"its files cannot be copied: {error.strerror}") from error
         os.chdir("/")
         _bind_places(shown)
     mount_proc(for_code=True)
-
-
-def copy_folder(source: str, target: str) -> None:
-    """Copy a folder with links, times and modes."""
-    _copy_tree(source, target, {})
 
 
 def _mount_box(disk_mb: int) -> None:
@@ -218,11 +213,12 @@ def _write(path: str, text: str) -> None:
         file.write(text)
 
 
-def _copy_tree(source: str, target: str, hard_links: dict[tuple[int, int], str]) -> None:
-    """Copy without recursion and without following links: the tree may be deep and hostile.
+def copy_tree(source: str, target: str) -> None:
+    """Copy with links, times and modes, without recursion and without following links: it may be hostile.
 
     Mount points inside are created but not copied.
     """
+    hard_links: dict[tuple[int, int], str] = {}
     device = os.stat(source).st_dev
     folders = [(source, target)]
     done: list[tuple[str, os.stat_result]] = []

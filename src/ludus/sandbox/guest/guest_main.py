@@ -289,7 +289,7 @@ def _move_home(paths: SessionPaths, working: str) -> str:
     assert paths.folder is not None
     old, new = paths.folder, f"{os.path.dirname(paths.folder)}/{os.getpid()}"
     os.mkdir(new, 0o700)
-    filesystem.copy_folder(old, new)
+    filesystem.copy_tree(old, new)
     paths.folder, paths.home, paths.state = new, f"{new}/home", f"{new}/state"
     with contextlib.suppress(FileNotFoundError), open(f"{new}/state/shell", "rb+") as file:
         moved = file.read().replace(os.fsencode(old), os.fsencode(new))  # the shell's working directory

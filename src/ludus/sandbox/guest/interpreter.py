@@ -140,7 +140,9 @@ class Interpreter:
     def _flush(self) -> None:
         ours = self._streams
         is_ours = sys.stdout is ours[0] and sys.stderr is ours[1]
-        for stream in ours if is_ours or not _has_plain_streams() else {*ours, sys.stdout, sys.stderr}:
+        # of ordinary text streams `flush` returns
+        is_plain = type(sys.stdout) is io.TextIOWrapper and type(sys.stderr) is io.TextIOWrapper
+        for stream in ours if is_ours or not is_plain else {*ours, sys.stdout, sys.stderr}:
             try:  # noqa: SIM105 - this is cheaper right after a fork
                 stream.flush()
             except BaseException:  # noqa: BLE001, S110 - the code may have closed or replaced it
@@ -168,11 +170,6 @@ def _split_last_expression(
         return compile(text[:start], name, "exec", _FLAGS, dont_inherit=True), expression
     except (SyntaxError, ValueError):
         return None  # the slow path reports the error, or compiles it
-
-
-def _has_plain_streams() -> bool:
-    """Whether stdout and stderr are ordinary text streams, whose `flush` returns."""
-    return type(sys.stdout) is io.TextIOWrapper and type(sys.stderr) is io.TextIOWrapper
 
 
 def allow_cpu(seconds: float) -> None:

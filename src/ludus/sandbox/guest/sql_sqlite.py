@@ -97,7 +97,8 @@ class Sqlite:
             uri = f"file:{quote(path)}?mode=ro&immutable=1"
             connection = sqlite3.connect(uri, uri=True, isolation_level=None)
         connection.text_factory = lambda data: data.decode("utf-8", "backslashreplace")
-        if request["script"] is not None and not _has_tables(connection):
+        tables = "select count(*) from sqlite_master"
+        if request["script"] is not None and not connection.execute(tables).fetchone()[0]:
             connection.executescript(request["script"])
         return connection
 
@@ -203,10 +204,6 @@ class Sqlite:
                 }
             )
         return found
-
-
-def _has_tables(connection: sqlite3.Connection) -> bool:
-    return bool(connection.execute("select count(*) from sqlite_master").fetchone()[0])
 
 
 def _is_trigger(statement: str) -> bool:

@@ -62,10 +62,6 @@ class Examination:
     refused: dict[str, float] = field(default_factory=dict)
     """The share of wrong solutions that scored 0, by how they were made wrong."""
 
-    @property
-    def is_good(self) -> bool:
-        return not self.findings
-
 
 class _Wrong(Exception):
     def __init__(self, kind: str, text: str) -> None:

@@ -201,14 +201,10 @@ LEAST_ATTEMPTS = 4
 EASY_CALLS, HARD_CALLS = 3, 7
 
 
-def difficulty_of_rate(rate: float) -> Difficulty:
-    return "easy" if rate > EASY_RATE else "hard" if rate < HARD_RATE else "medium"
-
-
 def difficulty_of(task: Task, calls: int, rate: float | None = None) -> Difficulty:
     """From the success rate of its attempts, else its metadata, else the calls of a solution."""
     if rate is not None:
-        return difficulty_of_rate(rate)
+        return "easy" if rate > EASY_RATE else "hard" if rate < HARD_RATE else "medium"
     told = task.metadata.get("difficulty")
     if told in DIFFICULTIES:
         found: Difficulty = told
