@@ -16,6 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary
@@ -24,7 +25,7 @@ from ludus.core.failures import Aborted, Boundary, ConfigError, InfraError, Miss
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
 from ludus.rewards.reward import CheckedReward, with_retries
-from ludus.rewards.scores import EXECUTION, Parts, checked_name, checked_weight
+from ludus.rewards.scores import EXECUTION, OptionsReward, Parts
 from ludus.sandbox import Execution, Sandbox, SandboxConfig, SessionLost, shared_sandbox
 
 T = TypeVar("T")
@@ -199,20 +200,20 @@ async def two_sessions(sandbox: Sandbox, budget: TimeBudget) -> AsyncIterator[No
         slots.release()
 
 
-class SandboxedReward(CheckedReward, ABC):
+@dataclass(kw_only=True, eq=False)
+class SandboxedReward(OptionsReward, CheckedReward, ABC):
     """A reward that runs an answer's code in a sandbox; subclasses score it in `_score_answer`."""
 
-    uses_envs = False
     control_answer: ClassVar[str] = ""
 
-    def __init__(
-        self, name: str, weight: float, sandbox: SandboxConfig | Mapping[str, Any] | None
-    ) -> None:
-        self.name = checked_name(name)
-        self.weight = checked_weight(weight, name)
-        if isinstance(sandbox, Mapping):
-            sandbox = SandboxConfig.parse(sandbox, f"the sandbox of {name!r}")
-        self.sandbox_config = sandbox or SandboxConfig()
+    sandbox: SandboxConfig | Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = self.sandbox
+        if isinstance(given, Mapping):
+            given = SandboxConfig.parse(given, f"the sandbox of {self.name!r}")
+        self.sandbox_config = given or SandboxConfig()
 
     async def score(self, trajectory: Trajectory, task: Task, envs: Mapping[str, Any]) -> Parts:
         score, answer = partial(self._score_answer, task), self._answer_of(trajectory)

@@ -11,32 +11,14 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from ludus.core.failures import Boundary, ConfigError, InfraError
 from ludus.core.task import Task
-from ludus.rewards.code_tests.fault_attribution import (
-    BrokenTask,
-    SandboxedReward,
-    SandboxFactory,
-    TimeBudget,
-)
-from ludus.rewards.code_tests.test_cases import (
-    CompareMode,
-    Credit,
-    StdinCase,
-    TestResult,
-    check_options,
-    code_of,
-    credited,
-    parse_tests,
-    program_limits,
-    run_python,
-    run_stdin_cases,
-)
+from ludus.rewards.code_tests.fault_attribution import BrokenTask, SandboxFactory, TimeBudget
+from ludus.rewards.code_tests.test_cases import StdinCase, TestResult, TestsReward, code_of, parse_tests
 from ludus.rewards.scores import Parts
-from ludus.sandbox import Execution, Outcome, Sandbox, SandboxConfig, Session
+from ludus.sandbox import Execution, Outcome, Sandbox, Session
 
 _log = logging.getLogger(__name__)
 
@@ -112,7 +94,8 @@ def _words(command: Any) -> tuple[str, ...]:
     return tuple(shlex.split(command)) if isinstance(command, str) else tuple(map(str, command))
 
 
-class Programs(SandboxedReward):
+@dataclass(kw_only=True, eq=False)
+class Programs(TestsReward):
     """The share of the task's cases whose output is right, or 1 only if all are.
 
     Cases are the task's metadata under `key`, or its target: a list of tables with `stdin` and `stdout`,
@@ -121,34 +104,20 @@ class Programs(SandboxedReward):
     `total_seconds`. A program that ends the session it runs in fails all cases after it.
     """
 
-    def __init__(
-        self,
-        *,
-        language: str | Mapping[str, Any] = "python",
-        credit: Credit = "share",
-        key: str = "tests",
-        compare: CompareMode = "tokens",
-        tolerance: float | None = None,
-        seconds: float = 10.0,
-        memory_mb: int = 512,
-        total_seconds: float = 60.0,
-        sandbox: SandboxConfig | Mapping[str, Any] | None = None,
-        name: str = "programs",
-        weight: float = 1.0,
-    ) -> None:
-        check_options(name, credit, compare)
-        super().__init__(name, weight, sandbox)
-        self.language = language_of(language, name)
-        self.credit, self.key, self.compare, self.tolerance = credit, key, compare, tolerance
-        self.limits, self.total_seconds = program_limits(seconds, memory_mb), total_seconds
+    language: str | Mapping[str, Any] = "python"
+    name: str = "programs"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._language = language_of(self.language, self.name)
 
     async def _score_answer(self, task: Task, answer: str, sandboxes: SandboxFactory) -> Parts:
         named = task.metadata.get("language")
-        language = self.language if named is None else language_of(named, self.name)
+        language = self._language if named is None else language_of(named, self.name)
         cases = self._cases(task)
         code = code_of(answer, language.fences)
         results = await self._run_cases(await self._sandbox(sandboxes), code, cases, language, task)
-        parts = credited(self.name, self.credit, results or (), len(cases))
+        parts = self.credited(results or (), len(cases))
         return {**parts, f"{self.name}_built": float(results is not None)}
 
     def _cases(self, task: Task) -> list[StdinCase]:
@@ -168,10 +137,9 @@ class Programs(SandboxedReward):
         self, sandbox: Sandbox, code: str, cases: list[StdinCase], language: Language, task: Task
     ) -> list[TestResult] | None:
         """The result of each case; None when the program cannot be built."""
-        budget, compared = TimeBudget(self.total_seconds), (self.credit, self.compare, self.tolerance)
+        budget = TimeBudget(self.total_seconds)
         if not language.run:
-            python = partial(run_python, sandbox, code, self.limits, budget)
-            return await run_stdin_cases(cases, python, budget, *compared)
+            return await self.run_python(sandbox, code, cases, budget)
         build_seconds = max(self.limits.cpu_seconds, _BUILD_SECONDS)
         limits = self.limits.model_copy(update={"cpu_seconds": build_seconds})
         opening = sandbox.session(files={language.file: code}, limits=limits)
@@ -181,8 +149,8 @@ class Programs(SandboxedReward):
             if not await self._is_built(session, language, task):
                 return None
             budget = TimeBudget(self.total_seconds)
-            return await run_stdin_cases(
-                cases, lambda case: self._run(session, language, case.stdin), budget, *compared
+            return await self.run_stdin_cases(
+                cases, lambda case: self._run(session, language, case.stdin), budget
             )
 
     async def _is_built(self, session: Session, language: Language, task: Task) -> bool:

@@ -10,8 +10,8 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from decimal import Decimal
 from itertools import islice
 from pathlib import Path
@@ -28,7 +28,7 @@ from ludus.rewards.code_tests.fault_attribution import (
 )
 from ludus.rewards.code_tests.test_cases import code_of
 from ludus.rewards.scores import EXECUTION, Parts
-from ludus.sandbox import Sandbox, SandboxConfig
+from ludus.sandbox import Sandbox
 from ludus.sandbox.sql import (
     Blob,
     Database,
@@ -47,6 +47,7 @@ _MOST_SANDBOXES = 8
 _LANGUAGES = ("sql", "sqlite", "duckdb", "postgresql", "mysql")
 
 
+@dataclass(kw_only=True, eq=False)
 class SqlMatch(SandboxedReward):
     """1 if the answer's query gives the gold query's result on every database, 0 otherwise.
 
@@ -58,35 +59,27 @@ class SqlMatch(SandboxedReward):
 
     control_answer = "select 1"
 
-    def __init__(
-        self,
-        *,
-        database: str | list[str] | None = None,
-        folder: str = ".",
-        engine: SqlEngineName | None = None,
-        key: str = "query",
-        order: Literal["auto", "always", "never"] = "auto",
-        column_order: bool = True,
-        column_names: bool = False,
-        tolerance: float = 1e-6,
-        seconds: float = 10.0,
-        max_rows: int = 20_000,
-        sandbox: SandboxConfig | Mapping[str, Any] | None = None,
-        name: str = "sql_match",
-        weight: float = 1.0,
-    ) -> None:
-        if order not in ("auto", "always", "never"):
-            raise ConfigError(f"{name!r}: order is 'auto', 'always' or 'never', not {order!r}")
-        super().__init__(name, weight, sandbox)
-        self.database, self.folder, self.engine, self.key = database, Path(folder), engine, key
-        self.order = order
-        self.rules = TableRules(
-            column_order=column_order, column_names=column_names, tolerance=tolerance
-        )
-        self.limits = SqlLimits(seconds=seconds, max_rows=max_rows)
+    database: str | list[str] | None = None
+    folder: str = "."
+    engine: SqlEngineName | None = None
+    key: str = "query"
+    order: Literal["auto", "always", "never"] = "auto"
+    column_order: bool = True
+    column_names: bool = False
+    tolerance: float = 1e-6
+    seconds: float = 10.0
+    max_rows: int = 20_000
+    name: str = "sql_match"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.order not in ("auto", "always", "never"):
+            raise ConfigError(f"{self.name!r}: order is 'auto', 'always' or 'never', not {self.order!r}")
+        self.limits = SqlLimits(seconds=self.seconds, max_rows=self.max_rows)
+        self._folder = Path(self.folder)
         self._readable_paths: set[tuple[str, ...]] = set()
-        if database is not None:
-            self._databases(database)
+        if self.database is not None:
+            self._databases(self.database)
 
     async def _score_answer(self, task: Task, answer: str, sandboxes: SandboxFactory) -> Parts:
         predicted = code_of(answer, _LANGUAGES)
@@ -122,7 +115,7 @@ class SqlMatch(SandboxedReward):
     async def _is_same(self, gold: str, wanted: QueryResult, found: QueryResult) -> bool:
         """Whether the results agree."""
         ordered = self.order == "always" or (self.order == "auto" and is_ordered(gold))
-        rules = replace(self.rules, ordered=ordered)
+        rules = TableRules(ordered, self.column_order, self.column_names, self.tolerance)
         if not found.complete:
             return False
         return await run_sync(equal_tables, _table(wanted), _table(found), rules)
@@ -133,14 +126,14 @@ class SqlMatch(SandboxedReward):
             raise ConfigError(
                 f"{self.name!r} needs a database: give one here, or in each task's metadata as 'database'"
             )
-        return [Database.of(self.folder / str(one), self.engine) for one in several]
+        return [Database.of(self._folder / str(one), self.engine) for one in several]
 
     def _readable(self, database: Database) -> tuple[str, ...]:
         """Paths that the sandbox must see: the folder, so that its databases share a sandbox, or the file."""
-        folder = self.folder.resolve()
+        folder = self._folder.resolve()
         if not database.readable:
             return ()
-        if self.folder != Path() and database.path.is_relative_to(folder):
+        if self._folder != Path() and database.path.is_relative_to(folder):
             return (str(folder),)
         self._readable_paths.add(database.readable)
         if len(self._readable_paths) > _MOST_SANDBOXES:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from abc import ABC
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -23,7 +24,7 @@ from typing import Any, Literal, get_args
 from ludus.core.failures import ConfigError
 from ludus.core.task import Task
 from ludus.remote.threads import run_sync
-from ludus.rewards.code_tests.fault_attribution import TimeBudget
+from ludus.rewards.code_tests.fault_attribution import SandboxedReward, TimeBudget
 from ludus.rewards.scores import EXECUTION, Parts
 from ludus.sandbox import Execution, Limits, Outcome, Sandbox
 
@@ -243,63 +244,6 @@ def _close_words(found: str, expected: str, tolerance: float) -> bool:
     return math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance)
 
 
-# Running programs on their cases.
-
-MOST_OUTPUT = 1_000_000
-"""Bytes that a program may write in one run."""
-
-
-def program_limits(seconds: float, memory_mb: int) -> Limits:
-    """Limits of one run. CPU time is what counts: a busy machine slows down the wall clock, a backstop only."""
-    return Limits(
-        cpu_seconds=seconds,
-        wall_seconds=3 * seconds + 2,
-        memory_mb=memory_mb,
-        output_bytes=MOST_OUTPUT,
-    )
-
-
-async def run_stdin_cases(
-    cases: Sequence[StdinCase],
-    run: Callable[[StdinCase], Awaitable[Execution]],
-    budget: TimeBudget,
-    credit: Credit,
-    mode: CompareMode,
-    tolerance: float | None,
-) -> list[TestResult]:
-    """The result of each case. None is run when the time is up, or when one has failed and all must pass."""
-    results: list[TestResult] = []
-    for number, case in enumerate(cases):
-        name = f"case {number}"
-        if budget.expired or (credit == "all" and not all(result.passed for result in results)):
-            results.append(TestResult(name, False, "not run"))
-            continue
-        execution = await run(case)
-        passed = await _passes(execution, case, mode, tolerance)
-        problem = "" if passed else execution.text()[-500:]
-        results.append(TestResult(name, passed, problem, execution.seconds))
-    return results
-
-
-async def run_python(
-    sandbox: Sandbox, code: str, limits: Limits, budget: TimeBudget, case: StdinCase
-) -> Execution:
-    """Run a Python program on one case, in a fresh environment."""
-    return await budget.running(
-        sandbox.python(code, stdin=case.stdin, limits=limits), limits.wall_seconds
-    )
-
-
-async def _passes(
-    execution: Execution, case: StdinCase, mode: CompareMode, tolerance: float | None
-) -> bool:
-    """Whether a program exited normally and wrote what was expected; long outputs are compared in a thread."""
-    exited = execution.ok or (execution.outcome is Outcome.EXITED and not execution.exit_code)
-    if not exited or execution.truncated:
-        return False
-    return await run_sync(equal_outputs, execution.stdout, case.stdout, mode, tolerance)
-
-
 # The code in an answer: the last fenced block, or all of it.
 
 _FENCE = re.compile(r"[ \t]{0,3}+(`{3,}+|~{3,}+)[ \t]*+([A-Za-z0-9_+#.-]*+)[^\n`]*+")
@@ -336,26 +280,83 @@ def code_of(answer: str, languages: Collection[str]) -> str:
     return blocks[-1][1] if blocks else answer[-_MOST_CHARS:]
 
 
-# Partial credit, for the rewards that run several tests.
+# The rewards that run several tests.
 
-Credit = Literal["share", "all"]
-"""Score the share of the tests that pass, or 1 only if all do."""
-
-
-def check_options(name: str, credit: Credit, compare: CompareMode) -> None:
-    """`ConfigError` for an option that the reward `name` does not have."""
-    if credit not in get_args(Credit):
-        raise ConfigError(f"{name!r}: credit is 'share' or 'all', not {credit!r}")
-    if compare not in get_args(CompareMode):
-        raise ConfigError(f"{name!r}: compare is 'exact', 'lines' or 'tokens', not {compare!r}")
+MOST_OUTPUT = 1_000_000
+"""Bytes that a program may write in one run."""
 
 
-def credited(name: str, credit: Credit, results: Sequence[TestResult], total: int) -> Parts:
-    """The score under the reward's name, with the counts and the seconds beside it."""
-    passed = sum(result.passed for result in results)
-    return {
-        name: passed / total if credit == "share" else float(passed == total),
-        f"{name}_passed": float(passed),
-        f"{name}_total": float(total),
-        EXECUTION: sum(result.seconds for result in results),
-    }
+@dataclass(kw_only=True, eq=False)
+class TestsReward(SandboxedReward, ABC):
+    """Scores an answer's code by the tests that it passes: their share, or 1 only if it passes all."""
+
+    credit: Literal["share", "all"] = "share"
+    key: str = "tests"
+    compare: CompareMode = "tokens"
+    tolerance: float | None = None
+    seconds: float = 10.0
+    memory_mb: int = 512
+    total_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.credit not in ("share", "all"):
+            raise ConfigError(f"{self.name!r}: credit is 'share' or 'all', not {self.credit!r}")
+        if self.compare not in get_args(CompareMode):
+            raise ConfigError(
+                f"{self.name!r}: compare is 'exact', 'lines' or 'tokens', not {self.compare!r}"
+            )
+        # CPU time is what counts: a busy machine slows down the wall clock, a backstop only
+        self.limits = Limits(
+            cpu_seconds=self.seconds,
+            wall_seconds=3 * self.seconds + 2,
+            memory_mb=self.memory_mb,
+            output_bytes=MOST_OUTPUT,
+        )
+
+    def credited(self, results: Sequence[TestResult], total: int) -> Parts:
+        """The score under the reward's name, with the counts and the seconds beside it."""
+        passed = sum(result.passed for result in results)
+        return {
+            self.name: passed / total if self.credit == "share" else float(passed == total),
+            f"{self.name}_passed": float(passed),
+            f"{self.name}_total": float(total),
+            EXECUTION: sum(result.seconds for result in results),
+        }
+
+    async def run_stdin_cases(
+        self,
+        cases: Sequence[StdinCase],
+        run: Callable[[StdinCase], Awaitable[Execution]],
+        budget: TimeBudget,
+    ) -> list[TestResult]:
+        """The result of each case. None is run when time is up, or when one has failed and all must pass."""
+        results: list[TestResult] = []
+        for number, case in enumerate(cases):
+            name = f"case {number}"
+            if budget.expired or (self.credit == "all" and not all(one.passed for one in results)):
+                results.append(TestResult(name, False, "not run"))
+                continue
+            execution = await run(case)
+            passed = await self._passes(execution, case)
+            problem = "" if passed else execution.text()[-500:]
+            results.append(TestResult(name, passed, problem, execution.seconds))
+        return results
+
+    async def run_python(
+        self, sandbox: Sandbox, code: str, cases: Sequence[StdinCase], budget: TimeBudget
+    ) -> list[TestResult]:
+        """Run a Python program on each case, in a fresh environment."""
+
+        async def run(case: StdinCase) -> Execution:
+            running = sandbox.python(code, stdin=case.stdin, limits=self.limits)
+            return await budget.running(running, self.limits.wall_seconds)
+
+        return await self.run_stdin_cases(cases, run, budget)
+
+    async def _passes(self, execution: Execution, case: StdinCase) -> bool:
+        """Whether a program exited normally and wrote what was expected; compared in a thread."""
+        exited = execution.ok or (execution.outcome is Outcome.EXITED and not execution.exit_code)
+        if not exited or execution.truncated:
+            return False
+        return await run_sync(equal_outputs, execution.stdout, case.stdout, self.compare, self.tolerance)

@@ -16,16 +16,15 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 from ludus.core.failures import ConfigError
 from ludus.core.task import Task
 from ludus.rewards.code_tests.fault_attribution import (
     BrokenTask,
-    SandboxedReward,
     SandboxFactory,
     TimeBudget,
     two_sessions,
@@ -34,18 +33,12 @@ from ludus.rewards.code_tests.guest.plain_data import Decoder, Encoder, no_handl
 from ludus.rewards.code_tests.guest.test_discovery import BrokenTests, discover_tests, free_names
 from ludus.rewards.code_tests.test_cases import (
     CallCase,
-    CompareMode,
-    Credit,
     SourceTests,
     StdinCase,
     TestResult,
-    check_options,
+    TestsReward,
     code_of,
-    credited,
     equal_values,
-    program_limits,
-    run_python,
-    run_stdin_cases,
     tests_of,
 )
 from ludus.rewards.scores import Parts
@@ -54,7 +47,6 @@ from ludus.sandbox import (
     Limits,
     Outcome,
     Sandbox,
-    SandboxConfig,
     Session,
     bundle,
     call,
@@ -328,7 +320,8 @@ def _message(execution: Execution, mark: str) -> dict[str, Any] | None:
     return message if isinstance(message, dict) else None
 
 
-class UnitTests(SandboxedReward):
+@dataclass(kw_only=True, eq=False)
+class UnitTests(TestsReward):
     """The share of the task's tests that the answer's code passes, or 1 only if it passes all.
 
     Tests are the task's metadata under `key`, or its target; `test_cases` lists their forms. The code is
@@ -337,33 +330,19 @@ class UnitTests(SandboxedReward):
     `total_seconds` for a place in the sandbox is an `InfraError`, not the answer's fault.
     """
 
-    def __init__(
-        self,
-        *,
-        credit: Credit = "share",
-        key: str = "tests",
-        function: str | None = None,
-        module: str = "solution",
-        compare: CompareMode = "tokens",
-        tolerance: float = 1e-6,
-        seconds: float = 10.0,
-        memory_mb: int = 512,
-        total_seconds: float = 60.0,
-        sandbox: SandboxConfig | Mapping[str, Any] | None = None,
-        name: str = "unit_tests",
-        weight: float = 1.0,
-    ) -> None:
-        check_options(name, credit, compare)
-        if not module.isidentifier():
-            raise ConfigError(f"{name!r}: module is the name of a module, not {module!r}")
-        super().__init__(name, weight, sandbox)
-        self.credit, self.key, self.function, self.module = credit, key, function, module
-        self.compare, self.tolerance = compare, tolerance
-        self.limits, self.total_seconds = program_limits(seconds, memory_mb), total_seconds
+    function: str | None = None
+    module: str = "solution"
+    tolerance: float = 1e-6
+    name: str = "unit_tests"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.module.isidentifier():
+            raise ConfigError(f"{self.name!r}: module is the name of a module, not {self.module!r}")
         if self.sandbox_config.max_sessions < 2:
             raise ConfigError(
-                f"{name!r}: the tests and the solution have a session each; set max_sessions of its sandbox "
-                "to 2 or more"
+                f"{self.name!r}: the tests and the solution have a session each; set max_sessions of its "
+                "sandbox to 2 or more"
             )
 
     async def _score_answer(self, task: Task, answer: str, sandboxes: SandboxFactory) -> Parts:
@@ -372,7 +351,7 @@ class UnitTests(SandboxedReward):
         for result in results:
             if not result.passed:
                 _log.debug("task %s, %s: %s", task.id, result.name, result.problem)
-        return credited(self.name, self.credit, results, len(results))
+        return self.credited(results, len(results))
 
     async def results_of(self, code: str, task: Task) -> list[TestResult]:
         """A result for each of the task's tests, in the reward's own sandbox."""
@@ -386,8 +365,7 @@ class UnitTests(SandboxedReward):
             raise BrokenTask(str(error)) from error
         budget = TimeBudget(self.total_seconds)
         if isinstance(tests, list) and isinstance(tests[0], StdinCase):
-            run = partial(run_python, sandbox, code, self.limits, budget)
-            return await run_stdin_cases(tests, run, budget, self.credit, self.compare, self.tolerance)
+            return await self.run_python(sandbox, code, tests, budget)
         try:
             if not isinstance(tests, SourceTests):
                 async with loaded_solution(sandbox, code, self.module, self.limits, budget) as solution:

@@ -182,6 +182,7 @@ async def submit(code: str) -> ToolResult:
 # Rewards
 
 
+@dataclass(kw_only=True, eq=False)
 class FunctionTests(UnitTests):
     """The task's hidden tests on the function that was submitted, or on the answer where none was.
 
@@ -189,10 +190,10 @@ class FunctionTests(UnitTests):
     either way. `preamble` in the task's metadata stands before the function, as in HumanEval.
     """
 
-    def __init__(
-        self, *, credit: Literal["all", "share"] = "all", name: str = "success", weight: float = 1.0
-    ) -> None:
-        super().__init__(credit=credit, seconds=5.0, total_seconds=30.0, name=name, weight=weight)
+    credit: Literal["share", "all"] = "all"
+    seconds: float = 5.0
+    total_seconds: float = 30.0
+    name: str = "success"
 
     async def score(self, trajectory: Trajectory, task: Task, envs: Mapping[str, Any]) -> Parts:
         parts = await super().score(trajectory, task, envs)
