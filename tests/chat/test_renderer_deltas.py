@@ -572,7 +572,7 @@ class TestRecent:
         program = """
 import sys, threading
 from ludus.chat.renderer import LruCache
-from ludus.chat.template_content import ChatEntry, Piece
+from ludus.chat.chat_template import ChatEntry, Piece
 
 sys.setswitchinterval(1e-6)
 kept = LruCache(16)

@@ -11,9 +11,15 @@ from functools import lru_cache
 from itertools import takewhile
 from typing import Literal, Self
 
-from ludus.chat.chat_template import SafeTemplate, tools_key
+from ludus.chat.chat_template import (
+    ChatEntry,
+    Piece,
+    SafeTemplate,
+    split_at_marks,
+    tools_key,
+    unused_word,
+)
 from ludus.chat.formats.base import THINK, ActionFormat, is_thinking
-from ludus.chat.template_content import ChatEntry, Piece, split_at_marks, unused_word
 from ludus.chat.template_features import (
     TOOL,
     action_text,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ludus.chat.chat_template import SafeTemplate
+from ludus.chat.chat_template import ChatEntry, Piece, SafeTemplate, split_at_marks
 from ludus.chat.formats.base import THINK, ActionFormat
-from ludus.chat.template_content import ChatEntry, Piece, split_at_marks
 from ludus.core.failures import ConfigError
 from ludus.core.messages import IMAGE_MARK, Json, Media, Message, Role, ToolCall, ToolResult, ToolSpec
 from ludus.core.tokenizer import Tokenizer, images_of

@@ -34,7 +34,7 @@ from ludus.core.user_code import error_with_location
 from ludus.llm.http import Address, ModelServerClient, is_address, refusal
 from ludus.llm.remote import ChatError
 from ludus.remote.client import BadResponse, RequestFailed, RetryPolicy
-from ludus.remote.threads import run_coroutine
+from ludus.remote.main_loop import run_coroutine
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -301,41 +300,6 @@ def threads_for(function: Callable[..., Any], *given: Any) -> ThreadExecutor:
     return shared_threads()
 
 
-def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run`; where a loop is running already, as in a notebook, on a loop in a thread of its own.
-
-    The caller waits either way. An interrupt cancels the coroutine, and is raised when that has ended.
-    """
-    if not _is_in_a_loop():
-        return asyncio.run(coroutine)
-    outcome: Future[T] = Future()
-    began: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = Future()
-
-    async def main() -> T:
-        task = asyncio.current_task()
-        assert task is not None
-        began.set_result((asyncio.get_running_loop(), task))
-        return await coroutine
-
-    def work() -> None:
-        try:
-            outcome.set_result(asyncio.run(main()))
-        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
-            outcome.set_exception(error)
-
-    thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), name="ludus-run")
-    thread.start()
-    try:
-        return outcome.result()
-    except KeyboardInterrupt:
-        loop, task = began.result()
-        if not outcome.done():
-            loop.call_soon_threadsafe(task.cancel)
-        raise
-    finally:
-        thread.join()
-
-
 async def run_to_the_end(coroutine: Coroutine[Any, Any, T]) -> T:
     """Await what must not be cut off: a cancellation meanwhile is raised at the caller's next await."""
     caller, work, cancelled = asyncio.current_task(), asyncio.ensure_future(coroutine), False
@@ -353,14 +317,6 @@ async def run_to_the_end(coroutine: Coroutine[Any, Any, T]) -> T:
     if cancelled:
         caller.cancel()
     return work.result()
-
-
-def _is_in_a_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 _gc_lock = threading.RLock()

@@ -15,77 +15,21 @@ from typing import Literal, cast
 from ludus.core.random import key
 
 _FIRST = [
-    "Ada",
-    "Bela",
-    "Chen",
-    "Dora",
-    "Emil",
-    "Femi",
-    "Gita",
-    "Hugo",
-    "Ines",
-    "Jomo",
-    "Kim",
-    "Lena",
-    "Milo",
-    "Nora",
-    "Omar",
-    "Pia",
-]
+    "Ada", "Bela", "Chen", "Dora", "Emil", "Femi", "Gita", "Hugo", "Ines", "Jomo", "Kim", "Lena", "Milo",
+    "Nora", "Omar", "Pia",
+]  # fmt: skip
 _LAST = [
-    "Abel",
-    "Brook",
-    "Cruz",
-    "Diaz",
-    "Ezra",
-    "Frost",
-    "Gray",
-    "Holm",
-    "Ito",
-    "Jung",
-    "Klein",
-    "Lund",
-    "Mora",
-    "Nash",
-    "Okoro",
-    "Petri",
-]
+    "Abel", "Brook", "Cruz", "Diaz", "Ezra", "Frost", "Gray", "Holm", "Ito", "Jung", "Klein", "Lund",
+    "Mora", "Nash", "Okoro", "Petri",
+]  # fmt: skip
 _WHICH = [
-    "Amber",
-    "Blue",
-    "Copper",
-    "Dark",
-    "Early",
-    "Far",
-    "Golden",
-    "Hidden",
-    "Iron",
-    "Last",
-    "Little",
-    "Long",
-    "Old",
-    "Quiet",
-    "Red",
-    "Silver",
-]
+    "Amber", "Blue", "Copper", "Dark", "Early", "Far", "Golden", "Hidden", "Iron", "Last", "Little",
+    "Long", "Old", "Quiet", "Red", "Silver",
+]  # fmt: skip
 _WHAT = [
-    "Arrow",
-    "Bridge",
-    "Cloud",
-    "Door",
-    "Ember",
-    "Field",
-    "Garden",
-    "Harbour",
-    "Island",
-    "Journey",
-    "Key",
-    "Lantern",
-    "Moon",
-    "River",
-    "Stone",
-    "Tower",
-]
+    "Arrow", "Bridge", "Cloud", "Door", "Ember", "Field", "Garden", "Harbour", "Island", "Journey", "Key",
+    "Lantern", "Moon", "River", "Stone", "Tower",
+]  # fmt: skip
 Kind = Literal["person", "title", "category", "number", "date", "reference"]
 
 
@@ -110,10 +54,6 @@ class Table:
     one: str
     size: int
     columns: tuple[Column, ...]
-
-    @property
-    def many(self) -> str:
-        return self.name
 
     @property
     def label(self) -> Column | None:

@@ -20,19 +20,9 @@ from ludus.worlds.sql.databases import Column, Table, schema_of, script_of
 
 _MOST_ROWS = 30
 _MONTHS = [
-    "January",
-    "February",
-    "March",
-    "April",
-    "May",
-    "June",
-    "July",
-    "August",
-    "September",
-    "October",
-    "November",
-    "December",
-]
+    "January", "February", "March", "April", "May", "June", "July", "August", "September", "October",
+    "November", "December",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +80,16 @@ def _filters(table: Table, draw: Random) -> Iterator[SqlQuestion]:
     t, label = table.name, table.label
     for c in table.of("category"):
         for value in draw.sample(c.values, 2):
-            text = f"How many {table.many} have the {c.phrase} {value}?"
+            text = f"How many {table.name} have the {c.phrase} {value}?"
             yield SqlQuestion("filter", text, f"select count(*) from {t} where {c.name} = '{value}'")
     for n in table.of("number") if label else ():
         assert label is not None
         bound = draw.randint(n.low + (n.high - n.low) // 2, n.high - (n.high - n.low) // 5)
-        text = f"Give the {label.phrase} of all {table.many} whose {n.phrase} is above {bound}."
+        text = f"Give the {label.phrase} of all {table.name} whose {n.phrase} is above {bound}."
         yield SqlQuestion("filter", text, f"select {label.name} from {t} where {n.name} > {bound}")
         text = (
-            f"Give the {label.phrase} of all {table.many} whose {n.phrase} is higher than the average "
-            f"{n.phrase} of all {table.many}."
+            f"Give the {label.phrase} of all {table.name} whose {n.phrase} is higher than the average "
+            f"{n.phrase} of all {table.name}."
         )
         query = f"select {label.name} from {t} where {n.name} > (select avg({n.name}) from {t})"
         yield SqlQuestion("nested", text, query)
@@ -111,12 +101,12 @@ _AGGREGATES = {"avg": "average", "sum": "total", "max": "highest", "min": "lowes
 def _aggregates(table: Table, draw: Random) -> Iterator[SqlQuestion]:
     for n in table.of("number"):
         for function, word in _AGGREGATES.items():
-            text = f"What is the {word} {n.phrase} of all {table.many}?"
+            text = f"What is the {word} {n.phrase} of all {table.name}?"
             yield SqlQuestion("aggregate", text, f"select {function}({n.name}) from {table.name}")
         for c in table.of("category"):
             function, value = draw.choice(list(_AGGREGATES)), draw.choice(c.values)
             word = _AGGREGATES[function]
-            text = f"What is the {word} {n.phrase} of the {table.many} with the {c.phrase} {value}?"
+            text = f"What is the {word} {n.phrase} of the {table.name} with the {c.phrase} {value}?"
             query = f"select {function}({n.name}) from {table.name} where {c.name} = '{value}'"
             yield SqlQuestion("aggregate", text, query)
 
@@ -130,7 +120,7 @@ def _orders(table: Table) -> Iterator[SqlQuestion]:
             text = f"Which {table.one} has the {word} {n.phrase}? Give its {label.phrase} and its {n.phrase}."
             yield SqlQuestion("order", text, f"{columns} limit 1")
             text = (
-                f"Give {label.phrase} and {n.phrase} of the three {table.many} with the {word} {n.phrase}, "
+                f"Give {label.phrase} and {n.phrase} of the three {table.name} with the {word} {n.phrase}, "
                 f"the {word} first."
             )
             yield SqlQuestion("order", text, f"{columns} limit 3")
@@ -139,15 +129,15 @@ def _orders(table: Table) -> Iterator[SqlQuestion]:
 def _groups(table: Table, draw: Random) -> Iterator[SqlQuestion]:
     t = table.name
     for c in table.of("category"):
-        text = f"How many {table.many} are there of each {c.phrase}? Give the {c.phrase} and the number."
+        text = f"How many {table.name} are there of each {c.phrase}? Give the {c.phrase} and the number."
         yield SqlQuestion("group", text, f"select {c.name}, count(*) from {t} group by {c.name}")
         bound = max(1, table.size // len(c.values) + draw.randint(-1, 1))
-        text = f"Which values of {c.phrase} do more than {bound} {table.many} have?"
+        text = f"Which values of {c.phrase} do more than {bound} {table.name} have?"
         query = f"select {c.name} from {t} group by {c.name} having count(*) > {bound}"
         yield SqlQuestion("group", text, query)
         for n in table.of("number"):
             text = (
-                f"What is the average {n.phrase} of the {table.many} for each {c.phrase}? Give the {c.phrase} "
+                f"What is the average {n.phrase} of the {table.name} for each {c.phrase}? Give the {c.phrase} "
                 "and the average."
             )
             yield SqlQuestion(
@@ -159,14 +149,14 @@ def _dates(table: Table, draw: Random) -> Iterator[SqlQuestion]:
     t = table.name
     for d in table.of("date"):
         for year in draw.sample(range(2019, 2024), 2):
-            text = f"How many {table.many} were {d.phrase} in {year}?"
+            text = f"How many {table.name} were {d.phrase} in {year}?"
             yield SqlQuestion(
                 "date",
                 text,
                 f"select count(*) from {t} where {d.name} between '{year}-01-01' and '{year}-12-31'",
             )
             month = draw.randint(1, 12)
-            text = f"How many {table.many} were {d.phrase} in {_MONTHS[month - 1]} {year}?"
+            text = f"How many {table.name} were {d.phrase} in {_MONTHS[month - 1]} {year}?"
             query = f"select count(*) from {t} where strftime('%Y-%m', {d.name}) = '{year}-{month:02}'"
             yield SqlQuestion("date", text, query)
         for function, word in (("min", "first"), ("max", "last")):
@@ -174,7 +164,7 @@ def _dates(table: Table, draw: Random) -> Iterator[SqlQuestion]:
             yield SqlQuestion("date", text, f"select {function}({d.name}) from {t}")
         for n in table.of("number"):
             day = date(2019, 7, 1) + timedelta(days=draw.randrange(3 * 365))
-            text = f"What is the total {n.phrase} of the {table.many} that were {d.phrase} after {day}?"
+            text = f"What is the total {n.phrase} of the {table.name} that were {d.phrase} after {day}?"
             yield SqlQuestion("date", text, f"select sum({n.name}) from {t} where {d.name} > '{day}'")
 
 
@@ -184,44 +174,44 @@ def _joins(table: Table, reference: Column, parent: Table, draw: Random) -> Iter
     if named is not None:
         given = f"{p}.{named.name}"
         text = (
-            f"How many {table.many} does each {parent.one} have? Give {named.phrase} and number, without those "
+            f"How many {table.name} does each {parent.one} have? Give {named.phrase} and number, without those "
             "that have none."
         )
         yield SqlQuestion("join", text, f"select {given}, count(*) from {joined} group by {p}.id")
-        text = f"Which {parent.one} has the most {table.many}? Give {named.phrase} and number."
+        text = f"Which {parent.one} has the most {table.name}? Give {named.phrase} and number."
         query = f"select {given}, count(*) from {joined} group by {p}.id order by count(*) desc limit 1"
         yield SqlQuestion("join", text, query)
-        text = f"Give the {named.phrase} of all {parent.many} without any {table.many}."
+        text = f"Give the {named.phrase} of all {parent.name} without any {table.name}."
         query = f"select {named.name} from {p} where id not in (select {reference.name} from {t})"
         yield SqlQuestion("nested", text, query)
         bound = max(1, table.size // parent.size + draw.randint(0, 2))
-        text = f"Give the {named.phrase} of all {parent.many} with more than {bound} {table.many}."
+        text = f"Give the {named.phrase} of all {parent.name} with more than {bound} {table.name}."
         yield SqlQuestion(
             "join", text, f"select {given} from {joined} group by {p}.id having count(*) > {bound}"
         )
     for c in parent.of("category"):
         for value in draw.sample(c.values, 2):
-            text = f"How many {table.many} are there whose {parent.one} has the {c.phrase} {value}?"
+            text = f"How many {table.name} are there whose {parent.one} has the {c.phrase} {value}?"
             yield SqlQuestion(
                 "join", text, f"select count(*) from {joined} where {p}.{c.name} = '{value}'"
             )
         for n in table.of("number"):
             function, value = draw.choice(("avg", "sum", "max")), draw.choice(c.values)
             whose = f"whose {parent.one} has the {c.phrase} {value}"
-            text = f"What is the {_AGGREGATES[function]} {n.phrase} of the {table.many} {whose}?"
+            text = f"What is the {_AGGREGATES[function]} {n.phrase} of the {table.name} {whose}?"
             query = f"select {function}({t}.{n.name}) from {joined} where {p}.{c.name} = '{value}'"
             yield SqlQuestion("join", text, query)
         for d in table.of("date"):
             year, value = draw.randrange(2019, 2024), draw.choice(c.values)
             whose = f"whose {parent.one} has the {c.phrase} {value}"
-            text = f"How many {table.many} {whose} were {d.phrase} in {year}?"
+            text = f"How many {table.name} {whose} were {d.phrase} in {year}?"
             in_year = f"strftime('%Y', {t}.{d.name}) = '{year}'"
             query = f"select count(*) from {joined} where {p}.{c.name} = '{value}' and {in_year}"
             yield SqlQuestion("date", text, query)
     for n in parent.of("number") if label is not None else ():
         assert label is not None
         bound = draw.randint(n.low + (n.high - n.low) // 2, n.high)
-        text = f"Give the {label.phrase} of all {table.many} whose {parent.one} has a {n.phrase} above {bound}."
+        text = f"Give the {label.phrase} of all {table.name} whose {parent.one} has a {n.phrase} above {bound}."
         yield SqlQuestion(
             "join", text, f"select {t}.{label.name} from {joined} where {p}.{n.name} > {bound}"
         )
@@ -303,7 +293,7 @@ def _forms(name: str, draw: Random) -> Iterator[Form]:
 
 
 def _within_categories(table: Table) -> Iterator[Form]:
-    label, t, rows, row = table.label, table.name, table.many, table.one
+    label, t, rows, row = table.label, table.name, table.name, table.one
     if label is None:
         return
     named = label.phrase
@@ -340,7 +330,7 @@ def _within_categories(table: Table) -> Iterator[Form]:
 
 
 def _years(table: Table, draw: Random) -> Iterator[Form]:
-    t, rows = table.name, table.many
+    t, rows = table.name, table.name
     for d in table.of("date"):
         for early, late in draw.sample(list(combinations(_YEARS, 2)), _DRAWS):
             wordings = (
@@ -376,7 +366,7 @@ def _years(table: Table, draw: Random) -> Iterator[Form]:
 
 
 def _shares(table: Table, reference: Column, parent: Table, draw: Random) -> Iterator[Form]:
-    t, p, rows, owner, owners = table.name, parent.name, table.many, parent.one, parent.many
+    t, p, rows, owner, owners = table.name, parent.name, table.name, parent.one, parent.name
     joined = f"{t} join {p} on {t}.{reference.name} = {p}.id"
     for c in parent.of("category"):
         for value in draw.sample(c.values, min(_DRAWS, len(c.values))):
@@ -411,7 +401,7 @@ def _sets(table: Table, reference: Column, parent: Table, draw: Random) -> Itera
     t, p, label = table.name, parent.name, parent.label
     if label is None:
         return
-    rows, owner, owners, named = table.many, parent.one, parent.many, label.phrase
+    rows, owner, owners, named = table.name, parent.one, parent.name, label.phrase
     for d in table.of("date"):
         for first, other in draw.sample(list(permutations(_YEARS, 2)), _DRAWS):
             wordings = (
@@ -444,7 +434,7 @@ def _means(table: Table, reference: Column, parent: Table) -> Iterator[Form]:
     t, p, label = table.name, parent.name, parent.label
     if label is None:
         return
-    rows, owner, owners, named = table.many, parent.one, parent.many, label.phrase
+    rows, owner, owners, named = table.name, parent.one, parent.name, label.phrase
     joined = f"{t} join {p} on {t}.{reference.name} = {p}.id"
     for n in table.of("number"):
         wordings = (
@@ -466,7 +456,7 @@ def _pairs(table: Table, one: tuple[Column, Table], other: tuple[Column, Table])
         f"{table.name} join {first.name} on {table.name}.{left.name} = {first.name}.id "
         f"join {second.name} on {table.name}.{right.name} = {second.name}.id"
     )
-    rows = table.many
+    rows = table.name
     for a in first.of("category"):
         for b in second.of("category"):
             wordings = (
