@@ -26,7 +26,8 @@ import torch
 from ludus.chat import CHATML, Renderer, load_format
 from ludus.core import Group, Media, Message, Segment, SegmentKind, StopReason, Task
 from ludus.core.trajectory import TokenSequence, Trajectory
-from ludus.model import image_features, use_ludus_attention
+from ludus.model import images as image_features
+from ludus.model import use_ludus_attention
 from ludus.training import (
     Learner,
     OptimizerConfig,

@@ -30,6 +30,7 @@ from ludus.training import (
     scratch_model,
 )
 from ludus.training.models.adapter_folder import fingerprint
+from ludus.training.optim.logprobs import compute
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +62,14 @@ def loaded(folder: Path, **lora: Any) -> Any:
 
 
 def logits(model: Any) -> torch.Tensor:
-    context = PackedContext([6])
     with torch.no_grad():
-        states = hidden_states(model, torch.arange(6), context.position_ids, context)
-        return head_logits(model, states)
+        return compute(model, _logits)
+
+
+def _logits(model: Any) -> torch.Tensor:
+    context = PackedContext([6])
+    states = hidden_states(model, torch.arange(6), context.position_ids, context)
+    return head_logits(model, states)
 
 
 def shaken(model: Any) -> Any:

@@ -35,6 +35,7 @@ from ludus.training import (
     save_adapter,
     scratch_model,
 )
+from ludus.training.optim.logprobs import compute
 
 LORA = {"rank": 4, "alpha": 8}
 
@@ -77,10 +78,14 @@ def run(base: Path, folder: Path, **settings: Any) -> ludus.training.Result:
 
 
 def hidden(model: Any) -> torch.Tensor:
-    context = PackedContext([5, 3])
     with torch.no_grad():
-        states = hidden_states(model, torch.arange(8), context.position_ids, context)
-        return head_logits(model, states)
+        return compute(model, _hidden)
+
+
+def _hidden(model: Any) -> torch.Tensor:
+    context = PackedContext([5, 3])
+    states = hidden_states(model, torch.arange(8), context.position_ids, context)
+    return head_logits(model, states)
 
 
 # Training

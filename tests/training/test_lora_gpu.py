@@ -22,6 +22,7 @@ from ludus.training import (
     save_adapter,
     scratch_model,
 )
+from ludus.training.optim.logprobs import compute
 
 pytestmark = pytest.mark.gpu
 LORA = {"rank": 8, "alpha": 16}
@@ -39,10 +40,14 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def states(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return compute(model, _states)
+
+
+def _states(model: Any) -> torch.Tensor:
     context = PackedContext([70, 30], "cuda")
     tokens_T = torch.arange(100, device="cuda") % 300
-    with torch.no_grad():
-        return hidden_states(model, tokens_T, context.position_ids, context)
+    return hidden_states(model, tokens_T, context.position_ids, context)
 
 
 def test_what_is_sampled_is_what_is_trained(base: Path, tmp_path: Path) -> None:

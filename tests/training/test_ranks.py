@@ -33,9 +33,8 @@ from ludus.training import (
 )
 from ludus.training.config.model import LoraConfig
 from ludus.training.data.packing import micro_batches_of
-from ludus.training.models.adapter_reference import AdapterReference, ShardedAdapterReference
 from ludus.training.models.lora import add_adapter
-from ludus.training.models.references import sync_reference
+from ludus.training.models.references import AdapterReference, sync_reference
 from ludus.training.optim.critic import ValueModel
 from ludus.training.optim.learner import frozen
 from ludus.training.optim.logprobs import logprobs_of
@@ -334,11 +333,7 @@ def test_lora_on_two_ranks(pair: CalledRanks, follows: bool) -> None:
     def work(ranks: CalledRanks) -> tuple[list[dict[str, float]], nn.Module]:
         model: Any = adapted_model()
         policy, learner = learner_on(ranks, model)
-        reference: nn.Module
-        if isinstance(policy, ShardedModel):
-            reference = ranks.make(ShardedAdapterReference, policy, None)
-        else:
-            reference = AdapterReference(model, None)
+        reference: nn.Module = ranks.make(AdapterReference, policy, None)
         rows = []
         for number, batch in enumerate(batches):
             if follows and number == 2:

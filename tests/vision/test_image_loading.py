@@ -23,7 +23,7 @@ from ludus.chat import Renderer, load_format
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Message
 from ludus.model import images_of, unwrapped, use_ludus_attention
-from ludus.model.image_features import vision_parameters
+from ludus.model.images import vision_parameters
 from ludus.model.probes import check_images
 from ludus.training import load_model
 from ludus.training.checkpoint import save_model

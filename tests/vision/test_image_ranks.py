@@ -27,14 +27,12 @@ from ludus.chat import Renderer, load_format
 from ludus.core import Group, LudusError, Media, Message, Segment, SegmentKind, StopReason, Task
 from ludus.core.trajectory import TokenSequence, Trajectory
 from ludus.model import use_ludus_attention
-from ludus.model.image_features import vision_parameters
+from ludus.model.images import vision_parameters
 from ludus.training import Critic, CriticConfig, PreferenceConfig, RLConfig, RolloutBatch, load_model
 from ludus.training.config.model import ModelConfig
-from ludus.training.models.adapter_reference import AdapterReference, ShardedAdapterReference
-from ludus.training.models.references import sync_reference
+from ludus.training.models.references import AdapterReference, sync_reference
 from ludus.training.optim.critic import ValueModel
 from ludus.training.optim.learner import frozen
-from ludus.training.optim.sharding import ShardedModel
 from ludus.training.stages.preference import pairs_of
 
 pytestmark = pytest.mark.timeout(300)
@@ -214,11 +212,7 @@ def test_an_adapter_and_preferences_on_two_ranks(
     def work(ranks: CalledRanks) -> tuple[list[dict[str, float]], nn.Module]:
         model, _ = loaded(folders("llava"), lora={"rank": 2})
         policy, learner = learner_on(ranks, model, **OPTIMIZER)
-        reference: nn.Module
-        if isinstance(policy, ShardedModel):
-            reference = ranks.make(ShardedAdapterReference, policy, None)
-        else:
-            reference = AdapterReference(model, None)
+        reference: nn.Module = ranks.make(AdapterReference, policy, None)
         rows = [ranks.run(prefer, learner, pairs, reference, PreferenceConfig()) for _ in range(2)]
         config = RLConfig.parse({"kl": 0.1})
         update = ranks.run(policy_update, learner, batch, config, reference=reference, critic=None)

@@ -20,9 +20,10 @@ from ludus.core.messages import Media, Message
 from ludus.core.task import Task
 from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequence, Trajectory
 from ludus.engine import EmbeddedEngine, EngineConfig
-from ludus.model import image_features, images_of, use_ludus_attention
-from ludus.model.image_features import vision_parameters
+from ludus.model import images as image_features
+from ludus.model import images_of, use_ludus_attention
 from ludus.model.image_files import decode_image
+from ludus.model.images import vision_parameters
 from ludus.observe import keep_images, read_trajectories, with_images, write_trajectories
 from ludus.training import (
     Batch,

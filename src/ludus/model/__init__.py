@@ -24,8 +24,7 @@ if TYPE_CHECKING:
         unwrapped,
         vocabulary_size,
     )
-    from ludus.model.image_features import embedded
-    from ludus.model.images import images_of
+    from ludus.model.images import embedded, images_of
     from ludus.model.packed_attention import PackedContext
     from ludus.model.probes import (
         probe_architecture,

@@ -41,9 +41,8 @@ from ludus.model.hf_model import (
     unwrapped,
     vocabulary_size,
 )
-from ludus.model.image_features import embedded
 from ludus.model.image_files import decode_image, noise_image
-from ludus.model.images import ImageProcessor, images_of
+from ludus.model.images import ImageProcessor, embedded, images_of
 from ludus.model.packed_attention import HALF, PackedContext
 
 _EXACT = 1e-4

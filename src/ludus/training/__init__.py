@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from ludus.training.demonstrations import play_expert
     from ludus.training.evaluation.evaluate import Evaluation
     from ludus.training.loop import Trainer
-    from ludus.training.models.adapter_reference import adapter_reference
     from ludus.training.models.loading import check_source, fit_tokenizer, load_model, scratch_model
     from ludus.training.models.lora import add_adapter, save_adapter
+    from ludus.training.models.references import adapter_reference
     from ludus.training.optim.critic import Critic
     from ludus.training.optim.learner import Learner, frozen
     from ludus.training.optim.logprobs import action_logprobs, logprobs_of

@@ -31,8 +31,7 @@ from ludus.engine.embedded.paged_attention import KVCache, PagedBatch, PagedCont
 from ludus.engine.embedded.request import Chunk
 from ludus.model.forward import head_logits, hidden_states
 from ludus.model.hf_model import context_limit, device_of
-from ludus.model.image_features import embedded_parts, forget_features
-from ludus.model.images import VIRTUAL, images_of
+from ludus.model.images import VIRTUAL, embedded_parts, forget_features, images_of
 
 # Rows of hidden states that go through the head at once when a prompt is scored.
 _HEAD_ROWS = 1024

@@ -20,10 +20,9 @@ from ludus.model.hf_model import auto_class
 from ludus.training.config.model import ModelConfig, ScratchConfig
 from ludus.training.models.adapter_folder import CONFIG, base_of, check_weights, is_adapter, revision_of
 from ludus.training.models.gguf import check_file, located, without_progress_bars
-from ludus.training.models.hollow import hollow_parameters, standing_in
 from ludus.training.models.lora import add_adapter, load_adapter, require_peft
 from ludus.training.models.vision import load_vision
-from ludus.training.models.weight_files import WeightFiles
+from ludus.training.models.weight_files import WeightFiles, hollow_parameters, standing_in
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +116,7 @@ def load_model(
         config: Which one.
         seed: Decides what is drawn: a model made from scratch, a new adapter.
         corpus: What a tokenizer made from scratch is fitted to.
-        hollow: Without the weights of the files (`hollow.py`), on the host. Not for a model made from scratch.
+        hollow: Without the weights of the files, on the host. Not for a model made from scratch.
         base: A folder with the base weights, where they are not those that `config` names.
     """
     device = device_of(config)

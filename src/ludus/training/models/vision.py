@@ -11,10 +11,9 @@ from ludus.chat.tokenizers import HFTokenizer
 from ludus.core.failures import ConfigError, MissingExtraError
 from ludus.core.images import ImageError
 from ludus.model.hf_model import unwrapped, vocabulary_size
-from ludus.model.image_features import forget_features, vision_parameters
-from ludus.model.images import ImageProcessor, attach_images
+from ludus.model.images import ImageProcessor, attach_images, forget_features, vision_parameters
 from ludus.model.probes import check_images, check_positions
-from ludus.training.models.hollow import is_hollow
+from ludus.training.models.weight_files import is_hollow
 
 log = logging.getLogger(__name__)
 

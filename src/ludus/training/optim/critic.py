@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ludus.algos import by_token, value_loss
 from ludus.core.failures import LudusError
 from ludus.model import decoder_of, images_of, sampling_mode
-from ludus.model.image_features import PlacedFeatures, placed_features
+from ludus.model.images import PlacedFeatures, placed_features
 from ludus.training.config.rl import CriticConfig
 from ludus.training.data.batch import Batch
 from ludus.training.data.micro_batches import (

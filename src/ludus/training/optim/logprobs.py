@@ -38,7 +38,7 @@ from ludus.model import (
     sampling_mode,
     vocabulary_size,
 )
-from ludus.model.image_features import PlacedFeatures, placed_features, with_features
+from ludus.model.images import PlacedFeatures, placed_features, with_features
 from ludus.training.data.batch import Batch
 from ludus.training.data.micro_batches import MicroBatch, MicroBatchSplitter, micro_batches, rounds_of
 from ludus.training.optim.sharding import group_of

@@ -27,13 +27,18 @@ from torch import nn
 from ludus.core.messages import MediaSpan
 from ludus.core.registry import load_reference
 from ludus.model import use_ludus_attention
-from ludus.model.image_features import forget_features
+from ludus.model.images import forget_features
 from ludus.training.config.stages import BaseStageConfig, OptimizerConfig
-from ludus.training.models.adapter_reference import adapter_reference, saved_adapter
 from ludus.training.models.loading import load_model
 from ludus.training.models.lora import adapter_parameters, is_adapted
-from ludus.training.models.policy_weights import score_tokens, write_merged
-from ludus.training.models.sharded import ModelSource, load_sharded, save_policy
+from ludus.training.models.references import adapter_reference, saved_adapter
+from ludus.training.models.sharded import (
+    ModelSource,
+    load_sharded,
+    save_policy,
+    score_tokens,
+    write_merged,
+)
 from ludus.training.optim.learner import Learner, frozen
 from ludus.training.optim.sharding import (
     ALONE,

@@ -25,7 +25,7 @@ from ludus.chat.tokenizers import HFTokenizer
 from ludus.core.config import Config
 from ludus.core.failures import ConfigError, not_there
 from ludus.model import context_limit, decoder_of, sampling_mode, use_ludus_attention
-from ludus.model.image_features import placed_features
+from ludus.model.images import placed_features
 from ludus.observe import atomic_directory
 from ludus.training.checkpoint import save_model
 from ludus.training.config.model import ModelConfig

@@ -39,7 +39,7 @@ from ludus.kernels.device import on_device
 from ludus.model.attention import AttentionParams
 from ludus.model.forward import head_logits, hidden_states, stock_hidden_states
 from ludus.model.hf_model import device_of, sampling_mode
-from ludus.model.image_features import forget_features
+from ludus.model.images import forget_features
 from ludus.model.packed_attention import PackedContext
 from ludus.model.probes import agree_up_to_rounding, computed_in_float32, probe_tokens
 
