@@ -6,17 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from ludus.observe import (
-    atomic_directory,
-    atomic_file,
-    atomic_write,
-    checkpoint_problems,
-    clean_leftovers,
+from ludus.observe import atomic_directory, atomic_file, atomic_write, checkpoint_problems
+from ludus.observe.checkpoints import (
     list_checkpoints,
     new_checkpoint,
-    prune_checkpoints,
     remove_checkpoints_after,
 )
+from ludus.observe.files import clean_leftovers, remove_directory
 
 
 def names(folder: Path) -> list[str]:
@@ -104,7 +100,7 @@ def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path):
         assert clean_leftovers(tmp_path) == [elsewhere]
 
 
-def test_checkpoints_are_listed_pruned_and_refused_twice(tmp_path):
+def test_checkpoints_are_listed_removed_and_refused_twice(tmp_path):
     for step in (2, 1_000_000, 30):
         save(tmp_path, step)
     (tmp_path / "step-12").mkdir()
@@ -112,11 +108,9 @@ def test_checkpoints_are_listed_pruned_and_refused_twice(tmp_path):
     assert [c.step for c in list_checkpoints(tmp_path)] == [2, 30, 1_000_000]
     with pytest.raises(FileExistsError):
         save(tmp_path, 30)
-    assert [c.step for c in prune_checkpoints(tmp_path, keep=2)] == [2]
+    remove_directory(tmp_path / "step-000002")
     assert [c.step for c in remove_checkpoints_after(tmp_path, 30)] == [1_000_000]
     assert names(tmp_path) == ["notes.txt", "step-000030", "step-12"]
-    with pytest.raises(ValueError, match="at least one"):
-        prune_checkpoints(tmp_path, keep=0)
     assert list_checkpoints(tmp_path / "nowhere") == []
 
 
@@ -143,7 +137,9 @@ def test_damage_is_found_and_a_damaged_checkpoint_is_passed_over_and_replaced(tm
 KILLED_WRITERS = """
 import os, random, signal, sys, time
 from pathlib import Path
-from ludus.observe import checkpoint_problems, list_checkpoints, new_checkpoint, prune_checkpoints
+from ludus.observe import checkpoint_problems
+from ludus.observe.checkpoints import list_checkpoints, new_checkpoint
+from ludus.observe.files import remove_directory
 
 folder, rounds = Path(sys.argv[1]), int(sys.argv[2])
 rng = random.Random(7)
@@ -163,7 +159,8 @@ for _ in range(rounds):
             with new_checkpoint(folder, step) as checkpoint:
                 for name in ("weights.bin", "optimizer.bin", "state.bin"):
                     (checkpoint / name).write_bytes(step.to_bytes(8, "big") * 4000)
-            prune_checkpoints(folder, keep=3)
+            for old in list_checkpoints(folder)[:-3]:
+                remove_directory(old.path)
             step += 1
     time.sleep(rng.uniform(0.0, longest))
     os.kill(writer, signal.SIGKILL)

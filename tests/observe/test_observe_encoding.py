@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from observe_strategies import texts, values
 
-from ludus.observe import Opaque, dump_value, escape, load_value, unescape
+from ludus.observe import Opaque, dump_value, escape
+from ludus.observe.episode_rows import load_value, unescape
 
 
 @given(texts)

@@ -4,17 +4,8 @@ import pytest
 from observe_strategies import episode
 
 from ludus.core import Boundary, Failure, Fault, Group, StopReason, Task, TokenSequence
-from ludus.observe import (
-    CATALOGUE,
-    SPLITS,
-    catalogue_markdown,
-    combine,
-    definition_of,
-    has_signal,
-    prefixed,
-    rollout_metrics,
-    undefined,
-)
+from ludus.observe import SPLITS, definition_of, has_signal, prefixed, rollout_metrics
+from ludus.observe.metrics import CATALOGUE, catalogue_markdown, combine, undefined
 
 
 def group(*episodes):

@@ -15,10 +15,9 @@ from ludus.observe import (
     episode_text,
     plot_curve,
     printable,
-    series,
     setup_logging,
-    smoothed,
 )
+from ludus.observe.report import series, smoothed
 
 NUMBERS = {
     "reward": 0.5,

@@ -226,11 +226,11 @@ def test_resuming_leaves_no_duplicates(tmp_path):
             run.log(4, {})
             run.truncate_after(3)
         write_steps(run, [4, 5])
-        assert [c.step for c in run.prune_checkpoints(keep=2)] == [1, 2, 3]
+        assert [c.step for c in run.checkpoints()] == [1, 2, 3, 4, 5]
     read = RunFolder(tmp_path / "run")
     assert [row["step"] for row in read.metrics()] == [1, 2, 3, 4, 4, 5]
     assert [file.step for file in read.trajectory_files()] == [1, 2, 3, 4, 5]
-    assert [c.step for c in read.checkpoints()] == [4, 5]
+    assert [c.step for c in read.checkpoints()] == [1, 2, 3, 4, 5]
     with RunWriter.resume(tmp_path / "run") as run:
         run.truncate_after(-1)
     assert read.metrics() == read.trajectory_files() == read.checkpoints() == []

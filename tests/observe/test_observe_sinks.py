@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from ludus.core import MissingExtraError
-from ludus.observe import JsonLinesSink, RunWriter, TensorBoardSink, WandbSink, read_metrics
+from ludus.observe import JsonLinesSink, RunWriter, TensorBoardSink
+from ludus.observe.sinks import WandbSink, read_metrics
 from ludus.training.config.run import RunConfig
 
 

@@ -11,16 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludus.observe import (
-    Estimate,
-    all_at_k,
-    average_at_k,
-    flip_test,
-    mean_interval,
-    paired_test,
-    pass_at_k,
-    sign_test,
-)
+from ludus.observe import Estimate, all_at_k, average_at_k, mean_interval, paired_test, pass_at_k
+from ludus.observe.statistics import flip_test, sign_test
 
 
 @pytest.mark.parametrize("attempts", range(1, 8))

@@ -8,8 +8,8 @@ import pytest
 from rollout_parts import called, one, play_one, rollout
 
 from ludus.core.trajectory import Trajectory
-from ludus.observe import FailureMode, diagnose, failure_mode
-from ludus.observe.diagnosis import ADVICE
+from ludus.observe import diagnose
+from ludus.observe.diagnosis import ADVICE, FailureMode, failure_mode
 from ludus.tools import tool
 
 

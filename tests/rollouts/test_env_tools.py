@@ -12,7 +12,8 @@ from ludus.chat import Renderer, load_format
 from ludus.core import Boundary, ByteTokenizer, ConfigError, Fault, Task, ToolCall
 from ludus.engine import FakeEngine
 from ludus.envs import Env, EnvPool, Step
-from ludus.observe import rollout_metrics, set_metrics, undefined
+from ludus.observe import rollout_metrics, set_metrics
+from ludus.observe.metrics import undefined
 from ludus.rewards import Scorer, reward
 from ludus.rollouts import Budgets, Rollout
 from ludus.tools import as_toolset, tool

@@ -17,7 +17,8 @@ from worker_parts import PlainSteps
 
 import ludus
 from ludus.core import ConfigError
-from ludus.observe import RunFolder, read_notes, undefined
+from ludus.observe import RunFolder, read_notes
+from ludus.observe.metrics import undefined
 from ludus.training import Learner, Parts, Recipe, build_run_context, train_async
 from ludus.training.controller import StalledError
 from ludus.training.ledger import Ledger

@@ -22,7 +22,7 @@ from training_helpers import TINY, expert, tasks
 
 import ludus
 from ludus.core import ConfigError
-from ludus.observe import undefined
+from ludus.observe.metrics import undefined
 from ludus.training import ModelConfig, frozen, load_model, save_model
 
 

@@ -20,7 +20,8 @@ from training_helpers import TINY, add, even, expert, tasks
 import ludus
 from ludus.core.generation import Sampling
 from ludus.engine.replicas import ProcessReplica
-from ludus.observe import RunFolder, undefined
+from ludus.observe import RunFolder
+from ludus.observe.metrics import undefined
 from ludus.training import Parts, Recipe, build_run_context
 
 RL = {**TINY["rl"], "steps": 3, "tasks": 2, "attempts": 2}

@@ -23,7 +23,8 @@ from ludus.core.config import apply_overrides
 from ludus.engine import FakeEngine
 from ludus.engine.servers import TranscriptTokenizer
 from ludus.envs import Step
-from ludus.observe import RunFolder, undefined
+from ludus.observe import RunFolder
+from ludus.observe.metrics import undefined
 from ludus.training import (
     Learner,
     OptimizerConfig,

@@ -93,7 +93,6 @@ class McpRlSettings:
 
 
 def run_mcp_rl(settings: McpRlSettings, out: Path | None, overrides: Sequence[str]) -> None:
-    """The whole pipeline, with what it does said on stderr."""
     from ludus.llm.config import check_reachable
 
     console = Console(stderr=True)

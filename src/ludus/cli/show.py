@@ -126,7 +126,6 @@ def _print(text: str) -> None:
 
 
 def _files(source: Path, wanted: EpisodeFilter) -> list[TrajectoryFile]:
-    """The files of episodes to look at, the newest first."""
     if source.is_file():
         return [TrajectoryFile(0, "file", source)]
     if not source.exists():

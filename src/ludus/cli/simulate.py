@@ -60,7 +60,6 @@ def simulation_table(settings: Sequence[str], sweep: Sequence[str]) -> ReportTab
 
 
 def _rows(sweep: Sequence[str]) -> tuple[list[str], list[tuple[str, ...]]]:
-    """The names that are swept over, and the values of each row."""
     pairs = [one.partition("=") for one in sweep]
     if any(not equals or not values for _, equals, values in pairs):
         raise ConfigError(f"--sweep takes key=value,value,...: {', '.join(sweep)}")

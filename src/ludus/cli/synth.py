@@ -61,7 +61,6 @@ def run_synthesis(
     tokenizer: str | None,
     out: Path | None,
 ) -> None:
-    """Make examples by a method, and show the report."""
     method_type = load_method(name)
     own = [one for one in overrides if one.startswith(_TABLE)]
     others = [one for one in overrides if not one.startswith(_TABLE)]
@@ -155,7 +154,6 @@ async def open_without_model(recipe: Recipe, parts: Parts) -> AsyncIterator[list
 
 
 async def open_model(spec: ModelSpec) -> ChatModel:
-    """The language model that a setting names."""
     if spec == POLICY:
         raise ConfigError('"policy" is the model that plays the episodes, and nothing is played here')
     return load_chat_model(spec)
@@ -240,7 +238,6 @@ class ProgressBars:
 def show_result(
     console: Console, title: str, result: SynthResult, cost: Cost, written: Sequence[Path]
 ) -> None:
-    """The tables, the warnings, and where everything is."""
     for table in tables_of(result, cost):
         console.print(replace(table, title=f"{title}: {table.title}").rich())
     for warning in result.warnings:

@@ -98,7 +98,6 @@ def _resumed(folder: Path, overrides: list[str]) -> tuple[RunWriter, Recipe, Par
 
 
 def _replayed(folder: Path, overrides: list[str]) -> tuple[Recipe, Parts]:
-    """The recipe and the code of a run that is trained again from its record."""
     source = RunFolder(folder)
     check_rebuilt(str(folder), source.objects(), [one.partition("=")[0] for one in overrides])
     from ludus.training.checkpoint import replayed_recipe

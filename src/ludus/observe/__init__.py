@@ -1,24 +1,10 @@
 """The outputs of a run, and their display: metrics, episodes, checkpoints, reports."""
 
-from ludus.observe.audit import AUDIT, AuditLog, read_audit
-from ludus.observe.checkpoints import (
-    Checkpoint,
-    checkpoint_problems,
-    list_checkpoints,
-    new_checkpoint,
-    prune_checkpoints,
-    remove_checkpoints_after,
-)
+from ludus.observe.audit import AuditLog, read_audit
+from ludus.observe.checkpoints import Checkpoint, checkpoint_problems
 from ludus.observe.console import SHOWN_METRICS, Progress, setup_logging
-from ludus.observe.diagnosis import (
-    Diagnosis,
-    FailureMode,
-    ModeFinding,
-    diagnose,
-    explain_silence,
-    failure_mode,
-)
-from ludus.observe.episode_rows import Opaque, dump_value, escape, load_value, unescape
+from ludus.observe.diagnosis import Diagnosis, diagnose, explain_silence
+from ludus.observe.episode_rows import Opaque, dump_value, escape
 from ludus.observe.episodes import (
     StoreError,
     holds_trajectories,
@@ -38,7 +24,6 @@ from ludus.observe.files import (
     atomic_directory,
     atomic_file,
     atomic_write,
-    clean_leftovers,
     numbered_folder,
     open_regular,
     read_regular,
@@ -46,26 +31,14 @@ from ludus.observe.files import (
     slug_of,
 )
 from ludus.observe.metrics import (
-    CATALOGUE,
     SPLITS,
-    Metric,
-    catalogue_markdown,
-    combine,
     definition_of,
     has_signal,
     prefixed,
     rollout_metrics,
     set_metrics,
-    undefined,
 )
-from ludus.observe.report import (
-    LOSSES,
-    episode_text,
-    plot_curve,
-    series,
-    smoothed,
-    tree_text,
-)
+from ludus.observe.report import LOSSES, episode_text, plot_curve, tree_text
 from ludus.observe.run_folder import (
     ResultFolder,
     RunFolder,
@@ -75,17 +48,15 @@ from ludus.observe.run_folder import (
     recorded_in,
 )
 from ludus.observe.run_writer import RunWriter
-from ludus.observe.sinks import SINKS, JsonLinesSink, Sink, TensorBoardSink, WandbSink, read_metrics
+from ludus.observe.sinks import SINKS, JsonLinesSink, Sink, TensorBoardSink
 from ludus.observe.statistics import (
     Estimate,
     PairedTest,
     all_at_k,
     average_at_k,
-    flip_test,
     mean_interval,
     paired_test,
     pass_at_k,
-    sign_test,
 )
 from ludus.observe.tables import (
     Cell,
@@ -98,8 +69,6 @@ from ludus.observe.tables import (
 )
 
 __all__ = [
-    "AUDIT",
-    "CATALOGUE",
     "LOSSES",
     "SHOWN_METRICS",
     "SINKS",
@@ -109,11 +78,8 @@ __all__ = [
     "Checkpoint",
     "Diagnosis",
     "Estimate",
-    "FailureMode",
     "FolderLock",
     "JsonLinesSink",
-    "Metric",
-    "ModeFinding",
     "Opaque",
     "PairedTest",
     "Progress",
@@ -127,16 +93,12 @@ __all__ = [
     "StoreError",
     "TensorBoardSink",
     "TrajectoryFile",
-    "WandbSink",
     "all_at_k",
     "atomic_directory",
     "atomic_file",
     "atomic_write",
     "average_at_k",
-    "catalogue_markdown",
     "checkpoint_problems",
-    "clean_leftovers",
-    "combine",
     "definition_of",
     "diagnose",
     "dump_value",
@@ -144,17 +106,12 @@ __all__ = [
     "escape",
     "estimate_json",
     "explain_silence",
-    "failure_mode",
     "find_runs",
-    "flip_test",
     "has_signal",
     "holds_trajectories",
     "keep_images",
-    "list_checkpoints",
-    "load_value",
     "markdown_text",
     "mean_interval",
-    "new_checkpoint",
     "numbered_folder",
     "open_regular",
     "paired_test",
@@ -162,30 +119,22 @@ __all__ = [
     "plot_curve",
     "prefixed",
     "printable",
-    "prune_checkpoints",
     "read_audit",
     "read_failures",
     "read_groups",
-    "read_metrics",
     "read_notes",
     "read_numbered_groups",
     "read_regular",
     "read_trajectories",
     "recorded_in",
-    "remove_checkpoints_after",
     "remove_directory",
     "rollout_metrics",
     "select_trajectories",
-    "series",
     "set_metrics",
     "setup_logging",
     "share_text",
-    "sign_test",
     "slug_of",
-    "smoothed",
     "tree_text",
-    "undefined",
-    "unescape",
     "with_images",
     "write_groups",
     "write_trajectories",

@@ -52,7 +52,6 @@ class AuditLog:
             os.write(self._file, text.encode())
 
     def close(self) -> None:
-        """May be called twice."""
         with self._lock:
             if self._file is not None:
                 os.close(self._file)

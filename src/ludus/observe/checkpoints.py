@@ -68,16 +68,6 @@ def list_checkpoints(folder: Path) -> list[Checkpoint]:
     return good
 
 
-def prune_checkpoints(folder: Path, keep: int) -> list[Checkpoint]:
-    """Remove all but the newest `keep` checkpoints, and say which."""
-    if keep < 1:
-        raise ValueError(f"at least one checkpoint is kept, not {keep}")
-    removed = list_checkpoints(folder)[:-keep]
-    for checkpoint in removed:
-        remove_directory(checkpoint.path)
-    return removed
-
-
 def remove_checkpoints_after(folder: Path, step: int) -> list[Checkpoint]:
     """Remove the checkpoints, damaged or not, of later steps, and say which."""
     removed = [checkpoint for checkpoint in _named(folder) if checkpoint.step > step]

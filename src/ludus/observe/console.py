@@ -153,19 +153,17 @@ def numbers_text(metrics: Mapping[str, float], shown: Mapping[str, str] = SHOWN_
     """The shown numbers in one line, shares in per cent; those that are missing are left out."""
     if explain_silence(metrics).is_solved:
         shown = {name: label for name, label in shown.items() if name != "no_signal"}
-    parts = [
-        f"{label} {_formatted(name, metrics[name])}"
-        for name, label in shown.items()
-        if name in metrics and (metrics[name] or name.rpartition("/")[2] not in _TROUBLE)
-    ]
+    parts: list[str] = []
+    for name, label in shown.items():
+        value = metrics.get(name)
+        if value is None or (not value and name.rpartition("/")[2] in _TROUBLE):
+            continue
+        metric = definition_of(name)
+        if metric is not None and metric.unit == "share":
+            parts.append(f"{label} {share_text(value)}")
+        else:
+            parts.append(f"{label} {value:,.0f}" if abs(value) >= 100 else f"{label} {value:.2f}")
     return "  ".join(parts)
-
-
-def _formatted(name: str, value: float) -> str:
-    metric = definition_of(name)
-    if metric is not None and metric.unit == "share":
-        return share_text(value)
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.2f}"
 
 
 def _bar(console: Console) -> _Bar:

@@ -164,12 +164,11 @@ def _examples(episodes: Sequence[Trajectory]) -> tuple[FailureExample, ...]:
     first_of = {one.task.id: one for one in reversed(episodes)}
     unique = {id(one): one for one in (*reversed(first_of.values()), *episodes)}
     chosen = list(unique.values())[:_EXAMPLES]
-    return tuple(FailureExample(one.task.id, one.attempt, _excerpt(one)) for one in chosen)
-
-
-def _excerpt(episode: Trajectory) -> str:
-    last = episode.messages[-1].content if episode.messages else episode.answer or ""
-    return " ".join(last.split())[-_SHOWN:]
+    last = [one.messages[-1].content if one.messages else one.answer or "" for one in chosen]
+    return tuple(
+        FailureExample(one.task.id, one.attempt, " ".join(text.split())[-_SHOWN:])
+        for one, text in zip(chosen, last, strict=True)
+    )
 
 
 def _inline(text: str) -> str:

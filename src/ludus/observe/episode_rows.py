@@ -31,7 +31,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from ludus.core.failures import Failure
-from ludus.core.messages import Json, Message, ToolCall
+from ludus.core.messages import Json, Media, Message, ToolCall
 from ludus.core.strict_json import decode
 from ludus.core.task import Task
 from ludus.core.trajectory import (
@@ -259,7 +259,7 @@ def row_of(
         "shared_segments": shared_segments if branch is not None else None,
         "shared_messages": shared_messages if branch is not None else None,
         "spans": [_fields(span) for span in trajectory.spans],
-        "renders": [_render_row(render) for render in trajectory.renders],
+        "renders": [{**_fields(one), "picture": _picture(one.picture)} for one in trajectory.renders],
     }
     escaped: Json = _with_texts(row, escape)
     return escaped
@@ -337,12 +337,6 @@ def _of_training(sequence: TokenSequence, name: str) -> list[float | None] | Non
     ]
 
 
-def _render_row(render: EnvRender) -> Json:
-    picture = render.picture
-    kept = None if picture is None else {"kind": picture.kind, "sha256": picture.sha256}
-    return {**_fields(render), "picture": kept}
-
-
 def _segment_row(segment: Segment, sequence: int) -> Json:
     apart = {"tokens", "logprobs", "calls", "media", *_OF_TRAINING}
     plain = _SEGMENT.dump_python(segment, exclude=apart, warnings=False)
@@ -382,9 +376,13 @@ def _sequences(row: Mapping[str, Any]) -> list[Json]:
     ]
 
 
+def _picture(media: Media | None) -> Json | None:
+    return None if media is None else {"kind": media.kind, "sha256": media.sha256}
+
+
 def _message_row(message: Message) -> Json:
     calls = [_fields(call) for call in message.tool_calls]
-    media = [{"kind": item.kind, "sha256": item.sha256} for item in message.media]
+    media = [_picture(item) for item in message.media]
     return {**_fields(message), "tool_calls": _dumped(calls), "media": _dumped(media)}
 
 
@@ -396,7 +394,7 @@ def _fields(value: Message | ToolCall | TimeSpan | EnvRender) -> Json:
     return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
-def _dumped(rows: Sequence[Json]) -> str | None:
+def _dumped(rows: Sequence[Json | None]) -> str | None:
     """Calls or media as JSON text; None for none, which is what most messages have."""
     return dump_value(rows)[0] if rows else None
 

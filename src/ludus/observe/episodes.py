@@ -157,7 +157,6 @@ def select_trajectories(
 def _read(
     path: str | Path, wanted: Callable[[str, int, bool], bool] | None = None
 ) -> Iterator[tuple[int, Trajectory]]:
-    """The trajectories, each with the number of its group."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -168,7 +167,13 @@ def _read(
     try:
         with pq.ParquetFile(path) as file:
             format = (file.schema_arrow.metadata or {}).get(_FORMAT_KEY)
-            _check_format(path, format)
+            if format is None:
+                raise StoreError(f"{path} is Parquet, but not written by Ludus")
+            if format not in FORMATS:
+                raise StoreError(
+                    f"{path} has format {format.decode(errors='replace')} and this version of Ludus reads "
+                    f"{' and '.join(one.decode() for one in FORMATS)}; use the version that wrote it"
+                )
             for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
                 if format == TREE_FORMAT:  # branches need their parents, so all are decoded
                     for row in batch.to_pylist():
@@ -188,16 +193,6 @@ def _read(
                     yield row["group_id"], trajectory_of(row)
     except (pa.ArrowException, OSError, KeyError, ValueError, IndexError, TypeError) as error:
         raise StoreError(f"{path} cannot be read as trajectories: {error}") from error
-
-
-def _check_format(path: str | Path, found: bytes | None) -> None:
-    if found is None:
-        raise StoreError(f"{path} is Parquet, but not written by Ludus")
-    if found not in FORMATS:
-        raise StoreError(
-            f"{path} has format {found.decode(errors='replace')} and this version of Ludus reads "
-            f"{' and '.join(one.decode() for one in FORMATS)}; use the version that wrote it"
-        )
 
 
 def _parents(trajectories: Sequence[Trajectory], groups: Sequence[int]) -> Iterator[Trajectory | None]:

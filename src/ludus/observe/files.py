@@ -50,7 +50,6 @@ def open_regular(path: str | Path) -> BinaryIO:
 
 
 def read_regular(path: str | Path) -> bytes:
-    """The bytes of a regular file."""
     with open_regular(path) as file:
         return file.read()
 
@@ -113,7 +112,6 @@ def numbered_folder(root: str | Path, name: str) -> Path:
 
 
 def slug_of(name: str) -> str:
-    """The name as part of a path."""
     return re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.")[-60:].strip("-.") or "model"
 
 
@@ -233,7 +231,6 @@ class FolderLock:
         _held.add(self)
 
     def _locked(self) -> int:
-        """The file, opened and locked."""
         descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

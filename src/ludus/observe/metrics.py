@@ -276,7 +276,6 @@ def definition_of(name: str) -> Metric | None:
 
 
 def undefined(names: Iterable[str]) -> list[str]:
-    """The names that have no definition."""
     return [name for name in names if definition_of(name) is None]
 
 
@@ -289,7 +288,10 @@ def prefixed(split: str, metrics: Mapping[str, float]) -> dict[str, float]:
 
 def combine(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """One row for several: each metric by its own aggregate, and an unknown one by its mean."""
-    return {name: _aggregated(name, values) for name, values in _columns(rows).items()}
+    return {
+        name: _AGGREGATES[metric.aggregate if (metric := definition_of(name)) else "mean"](values)
+        for name, values in _columns(rows).items()
+    }
 
 
 def _columns(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
@@ -298,11 +300,6 @@ def _columns(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
         for name, value in row.items():
             columns.setdefault(name, []).append(value)
     return columns
-
-
-def _aggregated(name: str, values: Sequence[float]) -> float:
-    metric = definition_of(name)
-    return _AGGREGATES[metric.aggregate if metric else "mean"](values)
 
 
 def catalogue_markdown() -> str:
@@ -361,7 +358,6 @@ def _counts(scored: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def reward_metrics(scored: Sequence[Trajectory], success: Success = is_success) -> dict[str, float]:
-    """The total, its spread, its parts, and success."""
     totals = [trajectory.reward for trajectory in scored if trajectory.reward is not None]
     mean = _mean(totals)
     return {
@@ -394,7 +390,6 @@ def has_signal(group: Group) -> bool:
 
 
 def _conduct(scored: Sequence[Trajectory]) -> dict[str, float]:
-    """Turns, calls, faults, endings."""
     faults = Counter(fault for trajectory in scored for fault in trajectory.faults)
     # A call that could not even be parsed may have left a fault and no call: it was an attempt at one.
     calls = sum(max(len(a.calls), len(a.faults)) for trajectory in scored for a in trajectory.actions)
@@ -482,7 +477,6 @@ def _tree(played: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _means(family: str, rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each name over the rows that have it."""
     columns = _columns(rows)
     return {f"{family}/{name}": _mean(columns[name]) for name in sorted(columns)}
 

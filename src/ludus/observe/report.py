@@ -123,7 +123,6 @@ def tree_text(group: Group) -> str:
 
 
 def _place_text(one: Trajectory) -> str:
-    """Where a branch begins."""
     if one.branch is None:
         return ""
     if not one.branch.segments:
@@ -165,13 +164,13 @@ def _message_text(message: Message, limit: int) -> str:
 
 
 def _call_text(call: ToolCall) -> str:
-    arguments = ", ".join(f"{name}={_compact(value)}" for name, value in call.arguments.items())
+    shown = {
+        name: json.dumps(value, ensure_ascii=False) if isinstance(value, str) else dump_value(value)[0]
+        for name, value in call.arguments.items()
+    }
+    arguments = ", ".join(f"{name}={text}" for name, text in shown.items())
     fault = f"   ! {call.fault.value}: {call.problem}" if call.fault is not None else ""
     return f"-> {call.name}({arguments}){fault}"
-
-
-def _compact(value: object) -> str:
-    return dump_value(value)[0] if not isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _ending(trajectory: Trajectory) -> list[str]:

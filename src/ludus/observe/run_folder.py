@@ -74,7 +74,6 @@ class RunFolder:
 
     @property
     def is_run(self) -> bool:
-        """Whether there is a run in this folder."""
         return (self.path / RECIPE).is_file()
 
     def recipe(self) -> Json:
@@ -101,7 +100,6 @@ class RunFolder:
         return read_metrics(self.metrics_path)
 
     def trajectory_path(self, step: int, split: str = "train") -> Path:
-        """Where the episodes of a step are, or will be."""
         if not re.fullmatch(r"\w+", split):
             raise ValueError(f"a split is a word, not {split!r}")
         suffix = "" if split == "train" else f"-{split}"
@@ -116,7 +114,6 @@ class RunFolder:
         return sorted(TrajectoryFile(int(m[1]), m[2] or "train", entry) for entry, m in found)
 
     def trajectories(self, step: int, split: str = "train") -> list[Trajectory]:
-        """The episodes of a step."""
         return read_trajectories(self.trajectory_path(step, split))
 
     def checkpoints(self) -> list[Checkpoint]:
@@ -216,12 +213,12 @@ def find_runs(root: str | Path = "runs") -> Sequence[RunFolder]:
     """The runs directly below `root`, the one written to last at the end."""
     folder = Path(root)
     runs = [RunFolder(entry) for entry in folder.iterdir()] if folder.is_dir() else []
-    return sorted((run for run in runs if run.is_run), key=_last_written)
 
+    def last_written(run: RunFolder) -> float:
+        source = run.metrics_path if run.metrics_path.exists() else run.path / RECIPE
+        return source.stat().st_mtime
 
-def _last_written(run: RunFolder) -> float:
-    source = run.metrics_path if run.metrics_path.exists() else run.path / RECIPE
-    return source.stat().st_mtime
+    return sorted((run for run in runs if run.is_run), key=last_written)
 
 
 class SettingsFolder:

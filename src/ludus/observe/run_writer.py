@@ -15,9 +15,7 @@ from ludus.core.failures import ConfigError, LudusError, not_there
 from ludus.core.messages import Json
 from ludus.core.trajectory import Group, Trajectory
 from ludus.observe.checkpoints import (
-    Checkpoint,
     new_checkpoint,
-    prune_checkpoints,
     remove_checkpoints_after,
 )
 from ludus.observe.episodes import MediaStore, write_groups
@@ -224,7 +222,6 @@ class RunWriter(RunFolder):
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Take the lock, and give it back if the block fails."""
         self._lock.acquire()
         try:
             yield
@@ -304,7 +301,6 @@ class RunWriter(RunFolder):
         self._opened().add(open_sink)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record a row of metrics."""
         sinks, row = self._opened(), dict(metrics)
         self._write(lambda: sinks.write(step, row))
 
@@ -347,11 +343,6 @@ class RunWriter(RunFolder):
         self.flush()  # what came before a checkpoint does not come again
         with new_checkpoint(self.checkpoints_path, step) as folder:
             yield folder
-
-    def prune_checkpoints(self, keep: int) -> list[Checkpoint]:
-        """Remove all but the newest `keep` checkpoints."""
-        self._check_open()
-        return prune_checkpoints(self.checkpoints_path, keep)
 
     def truncate_after(self, step: int) -> None:
         """Forget what came after `step`, so that a resumed run records no step twice; -1 forgets all."""

@@ -120,13 +120,17 @@ class WandbSink:
             import wandb
         except ImportError:
             raise MissingExtraError("wandb", "wandb", "logging to Weights & Biases") from None
+        # an id that the run keeps when it is resumed, and shares with no run of the same name elsewhere
+        id_file = Path(folder) / "wandb-id"
+        if not id_file.exists():
+            atomic_write(id_file, secrets.token_hex(8))
         self._run: Any = wandb.init(
             project=project,
             name=name,
             entity=entity,
             group=group,
             tags=list(tags),
-            id=_lasting_id(Path(folder) / "wandb-id"),
+            id=id_file.read_text(encoding="utf-8").strip(),
             resume="allow",
             config=recipe,
             dir=str(folder),
@@ -200,7 +204,6 @@ class Sinks:
 
 
 def metrics_row(step: int, metrics: Mapping[str, float]) -> Json:
-    """The JSON object for a row of metrics."""
     row: Json = {"step": int(step), "time": round(time.time(), 3)}
     nonfinite: dict[str, str] = {}
     for name, value in metrics.items():
@@ -240,13 +243,6 @@ def read_metrics(path: str | Path) -> list[Json]:
         restored = {name: float(text) for name, text in row.pop("nonfinite", {}).items()}
         rows.append({**row, "step": int(step), **restored})
     return rows
-
-
-def _lasting_id(file: Path) -> str:
-    """An id that a run keeps when it is resumed, and shares with no run of the same name elsewhere."""
-    if not file.exists():
-        atomic_write(file, secrets.token_hex(8))
-    return file.read_text(encoding="utf-8").strip()
 
 
 def _cut_torn_line(path: Path) -> None:

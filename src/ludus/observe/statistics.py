@@ -58,7 +58,6 @@ def all_at_k(attempts: int, successes: int, k: int) -> float:
 
 
 def average_at_k(values: Sequence[float], k: int) -> float:
-    """The mean over the first `k` attempts at a task."""
     if not 1 <= k <= len(values):
         raise ValueError(f"average@{k} needs at least {max(k, 1)} attempts, and there are {len(values)}")
     return sum(values[:k]) / k

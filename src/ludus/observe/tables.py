@@ -68,7 +68,6 @@ class ReportTable:
 
     @property
     def texts(self) -> list[list[str]]:
-        """The cells as people read them."""
         return [[_text(cell) for cell in row] for row in self.rows]
 
     def markdown(self) -> str:

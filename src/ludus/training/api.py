@@ -72,7 +72,6 @@ class Result:
     """The checkpoint with the best held-out number (evaluation.best_by), where there are any."""
 
     def __repr__(self) -> str:
-        """One line, for a notebook's cell."""
         measured = f", success={' → '.join(self.success.values())!r}" if self.success else ""
         return f"Result(run={str(self.run.path)!r}{measured}, model={str(self.model)!r})"
 
@@ -91,7 +90,6 @@ class Result:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Every logged row, in order."""
         return self.run.metrics()
 
 
@@ -229,7 +227,6 @@ async def play(
 
 
 def _resolve_all(recipe: Recipe | str | Path | None, what: Mapping[str, Any]) -> tuple[Recipe, Parts]:
-    """The recipe and its code, from keywords of both kinds."""
     code = {name: value for name, value in what.items() if name in PARTS}
     resolved = resolve(recipe, {name: value for name, value in what.items() if name not in PARTS})
     return resolved, _parts(resolved, **code)

@@ -92,7 +92,6 @@ def save_checkpoint(
 
 
 def load_progress(folder: Path) -> RunProgress:
-    """How far the run had come."""
     return RunProgress(**json.loads((folder / PROGRESS).read_text(encoding="utf-8")))
 
 
@@ -114,7 +113,6 @@ def save_state(folder: Path, state: Json) -> None:
 
 
 def load_state(folder: Path) -> Json:
-    """Read the file of `save_state`."""
     state: Json = json.loads((folder / STAGE).read_text(encoding="utf-8"))
     return state
 
@@ -123,26 +121,20 @@ log = logging.getLogger(__name__)
 
 
 def checkpoint_to_resume(run: RunWriter, recipe: Recipe) -> Checkpoint | None:
-    """The checkpoint to go on from."""
     checkpoint = run.latest_checkpoint(thorough=True)
     if checkpoint is None and any(run.checkpoints_path.glob("step-*")):
         raise ConfigError(
             f"every checkpoint in {run.checkpoints_path} is damaged (the log says how), so there is nothing to "
             "go on from: put back what they were, or begin a new run"
         )
-    if checkpoint is None and _must_have_saved(run, recipe):
+    first = recipe.stages[0]  # only imitation begins without a checkpoint
+    unsaved = 0 if first.saves_at_start else min(first.total_steps, recipe.run.checkpoint_every)
+    if checkpoint is None and max((row.get("step", 0) for row in run.metrics()), default=0) > unsaved:
         raise ConfigError(
             f"{run.path} has recorded steps and has no checkpoint of them in {run.checkpoints_path.name}, so "
             "there is nothing to go on from: put the folder back, or begin a new run"
         )
     return checkpoint
-
-
-def _must_have_saved(run: RunWriter, recipe: Recipe) -> bool:
-    """Whether a run that recorded what it did has had a checkpoint; only imitation begins without one."""
-    done: int = max((row.get("step", 0) for row in run.metrics()), default=0)
-    first = recipe.stages[0]
-    return done > (0 if first.saves_at_start else min(first.total_steps, recipe.run.checkpoint_every))
 
 
 def resumed_recipe(run: RunWriter, overrides: Sequence[str] = ()) -> Recipe:

@@ -172,7 +172,6 @@ class RolloutController:
             self._fill()
 
     def notes(self, batch: NextBatch) -> list[Json]:
-        """The notes that are recorded on each group."""
         return [
             {"ordinal": d.ordinal, "set": self._sets[d.set].name, "curriculum": dict(d.values)}
             for d in batch.plans
@@ -358,7 +357,6 @@ def _fields(plan: GroupPlan) -> Json:
 
 
 def _failed_group(plan: GroupPlan, outcome: PlayedGroup, attempts: int) -> Group:
-    """A group whose player failed, as attempts that each have that failure."""
     lost = [
         Trajectory(plan.task, attempt=plan.attempt + i, failure=outcome.failure, stop=StopReason.FAILED)
         for i in range(attempts)

@@ -100,7 +100,6 @@ class Ledger:
 
     @property
     def capacity(self) -> int:
-        """How many groups may be under way."""
         return (self.staleness + 1) * self.batch
 
     @property
@@ -129,7 +128,6 @@ class Ledger:
         return (self.settled + len(self.entries)) // self.batch
 
     def schedule(self) -> int:
-        """A new ordinal, which takes a slot."""
         if not self.can_schedule:
             raise ValueError(f"no group can be scheduled: {self!r}")
         ordinal = self.next_ordinal
@@ -205,7 +203,6 @@ class Ledger:
         return self.batch if self._has_demand else min(self.batch, len(self.entries))
 
     def lag(self, ordinal: int) -> int:
-        """Versions since it was scheduled."""
         return self.version - self.entries[ordinal].version
 
     def train(self, ordinals: Iterable[int]) -> None:

@@ -66,7 +66,7 @@ def hosted_parts(recipe: Recipe, parts: Parts) -> HostedParts:
         tools,
         {name: _served(name, env, recipe) for name, env in raw["agent"]["envs"].items()
          if not _is_address(env)},
-        {place: raw["rewards"][place] for place, one in enumerate(parts.rewards) if _can_move(one)},
+        {place: raw["rewards"][place] for place, one in enumerate(parts.rewards) if not _stays(one)},
         [one for one in raw["agent"]["tools"] if _is_address(one)],
         raw["agent"]["sandbox"],
     )  # fmt: skip
@@ -103,11 +103,10 @@ def _is_address(spec: Any) -> bool:
     return str(name).startswith(("http://", "https://"))
 
 
-def _can_move(reward: Any) -> bool:
-    members = [reward, *RewardTraits.of(reward).children]
-    return not any(
+def _stays(reward: Any) -> bool:
+    return any(
         RewardTraits.of(one).uses_envs or isinstance(one, StatefulReward) or takes_strictness(one)
-        for one in members
+        for one in [reward, *RewardTraits.of(reward).children]
     )
 
 

@@ -227,7 +227,6 @@ def _warnings(run: RunFolder) -> list[str]:
 
 
 def _episodes_of(row: Mapping[str, float], split: str) -> tuple[int, int]:
-    """Episodes that were played in a row's step, and how many of them failed."""
     kinds = [one for one in STAGE_CONFIGS if one.learns == (split == "train")]
     prefixes = [f"{one.prefix}/" if one.prefix else "" for one in kinds]
     played = sum(int(row.get(f"{prefix}episodes") or 0) for prefix in prefixes)
@@ -241,7 +240,6 @@ def _failures(run: RunFolder, split: str) -> Iterator[Failure]:
 
 
 def _passes(run: RunFolder) -> list[ReportTable]:
-    """pass@k and average@k of each measurement that has them."""
     tables: list[ReportTable] = []
     for row in run.metrics():
         ks = [int(name.partition("@")[2]) for name in row if name.startswith("eval/pass@")]

@@ -102,7 +102,6 @@ class GroupFilter:
         return RolloutBatch(groups, masked, sets, metrics, dropped)
 
     def masked(self, groups: Sequence[Group]) -> frozenset[tuple[int, int]]:
-        """The attempts that stay out of the loss."""
         return frozenset(
             (number, place)
             for number, group in enumerate(groups)

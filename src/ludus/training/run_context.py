@@ -308,7 +308,6 @@ async def _build_on(
 
 
 def policy_config(recipe: Recipe, checkpoint: Path | None) -> ModelConfig:
-    """The model that a run starts or resumes with."""
     if checkpoint is None:
         return recipe.model
     return recipe.model.model_copy(update={"name": str(checkpoint), "scratch": None})
@@ -353,11 +352,13 @@ def build_rollout(recipe: Recipe, parts: Parts, engine: Engine, tokenizer: Token
             'agent.turns = "inline" goes on in an open turn of the assistant, which a chat server cannot: name '
             "the model's tokenizer (--tokenizer), and its tokens are sent to /completions"
         )
+    # where environments are the only source of reward, an episode without one has 0, and is not unscored
+    alone = bool(parts.all_envs) and not (parts.rewards or parts.group_rewards)
     renderer = Renderer(tokenizer, format, recipe.agent.history, recipe.agent.turns)
     return Rollout(
         engine=engine,
         renderer=renderer,
-        scorer=_scorer(parts),
+        scorer=Scorer(parts.rewards, parts.group_rewards, default_total=0.0 if alone else None),
         tools=build_toolset(
             parts.tools,
             encode=tokenizer.encode,
@@ -373,12 +374,6 @@ def build_rollout(recipe: Recipe, parts: Parts, engine: Engine, tokenizer: Token
         max_in_flight=recipe.max_in_flight,
         renders=recipe.run.renders,
     )
-
-
-def _scorer(parts: Parts) -> Scorer:
-    """Where environments are the only source of reward, an episode without one has 0, and is not unscored."""
-    alone = bool(parts.all_envs) and not (parts.rewards or parts.group_rewards)
-    return Scorer(parts.rewards, parts.group_rewards, default_total=0.0 if alone else None)
 
 
 def _pools(parts: Parts, agent: AgentConfig) -> dict[str, EnvPool]:

@@ -145,7 +145,6 @@ class EpisodeQuery:
     limit: int = 50
 
     def where(self) -> tuple[str, list[Any]]:
-        """The condition in SQL, and its parameters."""
         tests: list[str] = []
         values: list[Any] = []
 
@@ -393,7 +392,6 @@ class EpisodeIndex:
         return found | ends
 
     def group(self, run: str, file: str, group: int) -> list[Json]:
-        """The attempts of a group."""
         return self.rows(
             "SELECT * EXCLUDE (spoken, text) FROM episodes WHERE run = ? AND file = ? AND grp = ? ORDER BY row "
             f"LIMIT {MOST_ROWS}",

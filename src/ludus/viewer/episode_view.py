@@ -43,7 +43,6 @@ class EpisodeReader:
         self._loading = threading.Lock()
 
     def trajectory(self, run: str, file: str, row: int) -> tuple[Json, Trajectory]:
-        """The stored row and the trajectory in it."""
         stored, before = self._index.stored_row(run, file, row)
         known: dict[int, Trajectory] = {}
         try:
@@ -54,7 +53,6 @@ class EpisodeReader:
             raise NotFound(f"episode {row} of {file} cannot be read: {str(error)[:300]}") from None
 
     def view(self, run: str, file: str, row: int) -> Json:
-        """The episode as the replay page needs it."""
         stored, trajectory = self.trajectory(run, file, row)
         media = MediaStore(self._workspace.run(run).media_path)
         group = self._index.group(run, file, stored["group_id"])
@@ -223,7 +221,6 @@ def _with_turns(
 
 
 def _turns(trajectory: Trajectory) -> Iterator[Json]:
-    """The data of each action, in order."""
     for number, sequence in enumerate(trajectory.sequences):
         for place, segment in enumerate(sequence.segments):
             if segment.kind is not SegmentKind.ACTION:

@@ -26,7 +26,6 @@ def _style() -> str:
 
 
 def export_page(title: str, episodes: Sequence[Json], picture_of: PictureOf | None = None) -> str:
-    """One episode, or several side by side."""
     if not episodes:
         raise NotFound("there is no episode to export")
     columns = "".join(_episode(one, picture_of or (lambda _: None)) for one in episodes)

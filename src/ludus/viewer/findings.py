@@ -72,7 +72,6 @@ def _stopped_early(rows: Rows, planned: int) -> str:
 
 
 def metric_findings(rows: Rows) -> Iterator[Finding]:
-    """Findings in the metrics."""
     for check in (_no_signal, _diverged, _engine_apart, _hacking, _lengths, _collapse, _truncated):
         yield from check(rows)
 
@@ -183,7 +182,6 @@ def _hacking(rows: Rows) -> Iterator[Finding]:
 
 
 def _risen_part(rows: Rows) -> str:
-    """Which part of the reward has risen most, success aside."""
     names = {name for row in rows for name in row if name.startswith("reward/")} - {"reward/success"}
     rises = {name: _thirds(_column(rows, name)) for name in names}
     if not rises:

@@ -39,7 +39,6 @@ class LabelStore:
         self._lock = threading.Lock()
 
     def labels(self) -> list[Json]:
-        """All labels, without the conversations."""
         return [_short(row) for row in self._rows("labels.jsonl")]
 
     def preferences(self) -> list[Json]:

@@ -157,7 +157,6 @@ class PlaySession(Agent):
         return found
 
     def picture(self, sha256: str) -> Media | None:
-        """A picture of this episode, by its hash."""
         trajectory = self.trajectory or (self._episode.trajectory if self._episode else None)
         if trajectory is None:
             return None
@@ -168,7 +167,6 @@ class PlaySession(Agent):
         return None
 
     async def end(self) -> None:
-        """Stop the episode, and release what it holds."""
         self._playing.cancel()
         await asyncio.wait({self._playing}, timeout=30)
 
@@ -194,7 +192,6 @@ class PlayRoom:
         self.model = ""
 
     async def open(self) -> None:
-        """Load the model, and build what episodes need."""
         model = await find_model(self._recipe.model.name, self._recipe)
         self.model = model.label
         self._sets = await self._opened.enter_async_context(model.open(self._recipe, self._parts))
@@ -205,7 +202,6 @@ class PlayRoom:
         await self._opened.aclose()
 
     def describe(self) -> Json:
-        """The task sets and the model that can be played."""
         return {
             "name": self._recipe.name,
             "model": self.model,
@@ -224,7 +220,6 @@ class PlayRoom:
         }
 
     async def start(self, name: str, split: str, number: int) -> Json:
-        """Begin an episode of a task."""
         chosen = next((one for one in self._sets if one.name == name), None)
         tasks = None if chosen is None else (chosen.held_out if split == "eval" else chosen.tasks)
         if chosen is None or tasks is None or not 0 <= number < len(tasks):

@@ -78,7 +78,6 @@ Place = tuple[str, str, int]
 
 
 def episode_query(request: web.Request) -> EpisodeQuery:
-    """The filters of an address."""
     given = request.query
     success = given.get("success") or None
     if success not in (None, "yes", "no"):
@@ -141,7 +140,6 @@ def episode_place(request: web.Request) -> Place:
 
 
 def parsed_place(text: str) -> Place:
-    """An episode as an address names it: run/file/row."""
     run, _, rest = text.partition("/")
     file, _, row = rest.partition("/")
     if not row.isdecimal() or len(row) > 9:

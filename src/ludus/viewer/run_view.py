@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from fractions import Fraction
 from typing import Any
 
 from ludus.core.messages import Json
-from ludus.observe import PairedTest, ResultFolder, definition_of, paired_test
+from ludus.observe import ResultFolder, definition_of, paired_test
 from ludus.viewer.episode_index import EpisodeIndex, FilterError
 from ludus.viewer.findings import run_findings
 from ludus.viewer.workspace import NotFound, Workspace, plain, series_of, thinned
@@ -189,7 +190,6 @@ _MISSING = "(not set)"
 
 
 def flat_recipe(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """A recipe's settings by their dotted names."""
     if isinstance(value, Mapping) and value:
         for name, inner in value.items():
             yield from flat_recipe(inner, f"{prefix}.{name}" if prefix else str(name))
@@ -252,7 +252,12 @@ def paired_runs(index: EpisodeIndex, first: Mapping[str, Any], second: Mapping[s
     }
     wins.sort(key=lambda row: (-abs(float(row["first"]) - float(row["second"])), str(row["task"])))
     return result | {
-        "statistics": {name: _test_json(test, means[name]) for name, test in measured.items()},
+        "statistics": {
+            name: asdict(test)
+            | {"first": means[name][0], "second": means[name][1], "difference": test.difference.value}
+            | {"low": test.difference.low, "high": test.difference.high}
+            for name, test in measured.items()
+        },
         "by_task": wins[:500],
     }
 
@@ -280,22 +285,6 @@ def _by_task(index: EpisodeIndex, side: Mapping[str, Any]) -> dict[str, Json]:
             "episode": row["episode"],
         }
         for row in rows
-    }
-
-
-def _test_json(test: PairedTest, means: Sequence[float]) -> Json:
-    return {
-        "first": means[0],
-        "second": means[1],
-        "difference": test.difference.value,
-        "low": test.difference.low,
-        "high": test.difference.high,
-        "wins": test.wins,
-        "losses": test.losses,
-        "ties": test.ties,
-        "p_flip": test.p_flip,
-        "p_sign": test.p_sign,
-        "is_exact": test.is_exact,
     }
 
 

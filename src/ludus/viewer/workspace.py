@@ -127,11 +127,9 @@ class Workspace:
 
     @property
     def labels_path(self) -> Path:
-        """Where labels are kept."""
         return self.root / "labels"
 
     def runs(self) -> dict[str, RunFolder]:
-        """The runs by name, the one written to last at the end."""
         if self.is_single:
             run = RunFolder(self.root)
             return {run.name: run} if run.is_run else {}
@@ -163,14 +161,12 @@ class Workspace:
         return found
 
     def files(self, run: RunFolder) -> list[TrajectoryFile]:
-        """The files of episodes of a run."""
         try:
             return [file for file in run.trajectory_files() if self._is_inside(file.path)]
         except OSError:
             return []
 
     def file(self, name: str, file: str) -> Path:
-        """A file of episodes, by the names of its run and its own."""
         for one in self.files(self.run(name)):
             if one.path.name == file:
                 return one.path
@@ -196,14 +192,12 @@ class Workspace:
         return found if isinstance(found, dict) else {"(damaged)": "recipe.json is no table"}
 
     def metrics(self, name: str) -> list[Json]:
-        """The rows of numbers that a run has logged so far."""
         run = self.run(name)
         with self._lock:
             tail = self._tails.setdefault(name, MetricsTail(run.metrics_path))
             return list(tail.refresh()) if self._is_inside(run.metrics_path) else []
 
     def metrics_problem(self, name: str) -> str:
-        """What of the metrics could not be read."""
         tail = self._tails.get(name)
         torn = f"{tail.torn} torn lines" if tail is not None and tail.torn else ""
         return (tail.problem if tail is not None else "") or torn

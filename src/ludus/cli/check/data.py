@@ -34,7 +34,6 @@ _MOST_TOKENS = 1_000_000
 def check_data(
     files: Sequence[Path], recipe: Path | None, settings: Sequence[str], out: Path | None
 ) -> None:
-    """Check, show, and write what was kept and what was not."""
     given = apply_overrides({}, settings)
     parsed = QualityConfig.parse(given, "the settings of the check")
     loaded = load(recipe, [], None) if recipe is not None else None

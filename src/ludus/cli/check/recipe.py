@@ -408,7 +408,6 @@ async def _env(
 
 
 def tool_findings(reference: str, arguments: str | None, name: str | None = None) -> Findings:
-    """A tool as the model sees it, and the result of a call."""
     tools = build_toolset([reference])
     context = ToolContext("check", Task.of("check", id="check"))
     try:

@@ -51,7 +51,12 @@ def reward_findings(
         recipe = load_recipe(Path(file or reward), [])
         plans = task_set_specs(recipe, load_parts(recipe))
         sets = [(plan.parts.rewards, plan.parts.tasks) for plan in plans]
-    pairs = [(one, given) for rewards, given in sets for one in _unit_tests(rewards) if given]
+    pairs = [
+        (one, given)
+        for rewards, given in sets
+        for one in rewards_by_name(rewards).values()
+        if given and isinstance(one, UnitTests)
+    ]
     if labels is None and not pairs:
         raise ConfigError(
             f"there is nothing to check {reward} by: give labelled answers (--labels), or, for unit_tests, a "
@@ -68,10 +73,6 @@ def reward_findings(
         return findings
 
     return asyncio.run(check())
-
-
-def _unit_tests(rewards: Sequence[Any]) -> list[UnitTests]:
-    return [one for one in rewards_by_name(rewards).values() if isinstance(one, UnitTests)]
 
 
 async def _weak_tests(reward: UnitTests, tasks: Sequence[Task]) -> Findings:

@@ -143,22 +143,19 @@ async def _sandbox_findings(config: SandboxConfig) -> Findings:
                 if error
                 else ("error", f"{door}: open to code inside; it is refused unless accept_risk = true")
             )
-        found += await _sandbox_limits(sandbox)
+        tried = [sandbox.python(code, limits=_LIMITS) for code, _ in _STOPPED.values()]
+        for (name, (_, expected)), result in zip(
+            _STOPPED.items(), await asyncio.gather(*tried), strict=True
+        ):
+            found.append(
+                ("info" if result.outcome in expected else "error", f"{name}: {result.outcome}")
+            )
         found += await _sandbox_speed(sandbox)
         return found
     except LudusError as error:
         return [("error", str(error))]
     finally:
         await sandbox.close()
-
-
-async def _sandbox_limits(sandbox: Sandbox) -> Findings:
-    programs = list(_STOPPED.items())
-    results = await asyncio.gather(*(sandbox.python(code, limits=_LIMITS) for _, (code, _) in programs))
-    return [
-        ("info" if result.outcome in expected else "error", f"{name}: {result.outcome}")
-        for (name, (_, expected)), result in zip(programs, results, strict=True)
-    ]
 
 
 async def _sandbox_speed(sandbox: Sandbox) -> Findings:

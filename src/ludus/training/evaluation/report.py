@@ -171,7 +171,6 @@ def study_json(study: Study) -> Json:
 
 
 def study_markdown(study: Study) -> str:
-    """The page of a study."""
     parts = [
         "# Evaluation\n",
         full_table(study).markdown(),

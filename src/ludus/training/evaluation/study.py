@@ -304,7 +304,6 @@ def settings_of(
 
 
 def settings_of_set(one: TaskSetSpec, tasks: Sequence[Task]) -> Json:
-    """The settings that decide the episodes of one task set."""
     raw = with_absolute_paths(one.recipe.model_dump(mode="json"))
     return {
         "tasks": {"count": len(tasks), "digest": digest_of(tasks)},
@@ -341,7 +340,6 @@ class Cell:
         return {g.task.id: Group(known[g.task.id], g.trajectories) for g in read if g.task.id in known}
 
     def write(self, group: Group, number: int) -> None:
-        """Keep the episodes of the task with this number."""
         write_groups(self.path / _PARTS / f"{number:06d}.parquet", [group], split="eval")
 
     def close(self, groups: Sequence[Group]) -> None:
@@ -352,7 +350,6 @@ class Cell:
 
 
 def is_finished(group: Group, attempts: int) -> bool:
-    """Whether nothing of it need be played again."""
     return len(group.trajectories) == attempts and not any(map(is_lost, group.trajectories))
 
 

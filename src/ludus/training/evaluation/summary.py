@@ -79,7 +79,6 @@ class Summary:
 
     @property
     def left_out(self) -> int:
-        """Aborted, or not scored by any reward."""
         return self.episodes - self.scored - self.failed
 
     def as_json(self) -> dict[str, Any]:
@@ -161,7 +160,6 @@ def powers_of_two(most: int) -> tuple[int, ...]:
 
 
 def slices(groups: Sequence[Group], by: str | None) -> list[tuple[str, list[Group]]]:
-    """All groups, and those of each sub-task."""
     whole = [(ALL, list(groups))]
     if by is None:
         return whole
@@ -172,7 +170,6 @@ def slices(groups: Sequence[Group], by: str | None) -> list[tuple[str, list[Grou
 
 
 def subtask_of(task: Task, by: str) -> str:
-    """Which sub-task a task says it belongs to."""
     value = task.metadata.get(by)
     return NAMELESS if value is None else str(value)
 

@@ -95,7 +95,6 @@ class SimulationConfig(Config):
         return self
 
     def update_seconds(self, tokens: int) -> float:
-        """How long an update on so many tokens takes."""
         gpus = self.trainers or self.engines
         speed: float = self.train_tokens_per_second * gpus * self.train_efficiency ** math.log2(gpus)
         return self.train_seconds + tokens / speed
@@ -154,7 +153,6 @@ class SimulatedPlayer:
             self._act(episode, self.config.prompt_tokens)
 
     def _choose(self) -> SimulatedEngine:
-        """The engine that lives and has the fewest groups."""
         while True:
             groups, number = heapq.heappop(self._idlest)
             found = len(self.engines[number].groups) + (10**9 if self.engines[number].is_down else 0)
@@ -313,7 +311,6 @@ class SimulatedEngine:
         return self.config.decode_seconds + self.config.request_seconds * (len(self._active) - 1)
 
     def _pass_time(self) -> None:
-        """Advance `_unread` and `_served` by the time since the last call."""
         now = self.loop.time()
         passed, self._updated = now - self._updated, now
         if self._is_paused or not self._active:
@@ -330,7 +327,6 @@ class SimulatedEngine:
             heapq.heappush(self._active, (self._served + said, next(self._numbers), context, done))
 
     def _schedule(self) -> None:
-        """Set a timer for the end of the next request; an early timer does no harm."""
         if self._is_paused or not self._active:
             return
         seconds = self._unread + (self._active[0][0] - self._served) * self._token_seconds

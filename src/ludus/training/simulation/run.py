@@ -48,7 +48,6 @@ class SimulatedRun:
 
 
 def simulate(config: SimulationConfig) -> SimulatedRun:
-    """Run it to its end."""
     return run_virtually(_run(config))
 
 
