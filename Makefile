@@ -4,9 +4,12 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-# Sandboxes and servers: run one after another, so that no two meet in a port or a user's limits.
-ONE_AT_A_TIME := tests/dist tests/rewards tests/sandbox tests/serve tests/tools tests/test_docs.py \
-	tests/engine/test_engine_remote.py tests/engine/test_engine_remote_eval.py
+# The fast tests in four parts of about the same time, each in a process of its own; the fourth is all other tests.
+# Tests of sandboxes are in one part: no two of them compete for a user's limits.
+SANDBOXES := tests/sandbox tests/rewards
+SERVERS := tests/dist tests/serve tests/tools tests/test_docs.py tests/engine/test_engine_remote.py tests/engine/test_engine_remote_eval.py
+RUNS := tests/training tests/cli
+OTHERS := $(addprefix --ignore=,$(SANDBOXES) $(SERVERS) $(RUNS))
 
 .PHONY: quickstart test test-slow test-worlds test-gpu lint format bench docs shape clean help
 
@@ -16,18 +19,18 @@ help:  ## What can be made
 quickstart: $(VENV)/.installed  ## Install, and train a small agent on the CPU (about 5 minutes)
 	$(BIN)/ludus train recipes/safe.toml $(ARGS)
 
-test: $(VENV)/.installed-dev  ## Lint, type check and the fast tests, in three parts beside each other
+test: $(VENV)/.installed-dev  ## Lint, type check and the fast tests, in four parts beside each other
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	@trap 'kill $$types $$training $$others 2>/dev/null' INT TERM; \
-	$(BIN)/mypy & types=$$!; \
-	$(BIN)/python -m pytest tests/training tests/cli >$(VENV)/training.log 2>&1 & training=$$!; \
-	$(BIN)/python -m pytest $(addprefix --ignore=,$(ONE_AT_A_TIME) tests/training tests/cli) >$(VENV)/others.log 2>&1 & others=$$!; \
-	echo 'about a third of the tests; the others run meanwhile and are shown when all have ended'; \
-	$(BIN)/python -m pytest $(ONE_AT_A_TIME); failed=$$?; \
-	wait $$training || failed=1; wait $$others || failed=1; \
-	cat $(VENV)/training.log $(VENV)/others.log; \
-	wait $$types && exit $$failed
+	@trap 'kill $$runs $$servers $$others $$types 2>/dev/null' INT TERM; \
+	$(BIN)/python -m pytest $(RUNS) >$(VENV)/runs.log 2>&1 & runs=$$!; \
+	$(BIN)/python -m pytest $(SERVERS) >$(VENV)/servers.log 2>&1 & servers=$$!; \
+	$(BIN)/python -m pytest $(OTHERS) >$(VENV)/others.log 2>&1 & others=$$!; \
+	$(BIN)/mypy >$(VENV)/types.log 2>&1 & types=$$!; \
+	echo 'a quarter of the tests; the others run meanwhile and are shown when all have ended'; \
+	$(BIN)/python -m pytest $(SANDBOXES); failed=$$?; \
+	for part in $$runs $$servers $$others $$types; do wait $$part || failed=1; done; \
+	cat $(VENV)/runs.log $(VENV)/servers.log $(VENV)/others.log $(VENV)/types.log; exit $$failed
 
 test-slow: $(VENV)/.installed-dev  ## The tests that take minutes: learning, soak, peers, and properties with more examples
 	$(BIN)/python -m pytest -m 'slow or hypothesis' --hypothesis-profile thorough --timeout 1800
