@@ -97,13 +97,14 @@ class FakeEngine(Engine):
             produced, finish, stop = produced[:kept], FinishReason.ABORTED, None
         if self._is_closed:
             raise EngineError("the engine is closed", retriable=False)
+        held = self.sessions.get(session, []) if session is not None else []
         completion = Completion(
             tokens=produced,
             logprobs=(-uniforms(sampling.seed, np.arange(len(produced)))).tolist(),
             finish=finish,
             versions=(VersionSpan(0, version),),
             stop=stop,
-            cached_tokens=self._cached(context, session),
+            cached_tokens=min(common_prefix(context, held), len(context) - 1),
         )
         if session is not None:
             self.sessions[session] = context + produced
@@ -162,10 +163,6 @@ class FakeEngine(Engine):
         if self._resumed is not None and not aborted.is_set():
             await self._resumed.wait()
         return aborted.is_set()
-
-    def _cached(self, context: list[int], session: str | None) -> int:
-        held = self.sessions.get(session, []) if session is not None else []
-        return min(common_prefix(context, held), len(context) - 1)
 
     async def score(
         self, tokens: Sequence[int], *, temperature: float = 1.0, media: Sequence[MediaSpan] = ()

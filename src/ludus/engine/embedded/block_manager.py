@@ -57,7 +57,7 @@ class BlockPool:
             self._untouched += 1
         elif self._cached:
             block, _ = self._cached.popitem(last=False)
-            self._unpublish(block)
+            del self._block_by_hash[self._hash_of.pop(block)]
         else:
             return None
         self._references[block] = 1
@@ -104,9 +104,6 @@ class BlockPool:
         self._cached.clear()
         self._hash_of.clear()
         self._block_by_hash.clear()
-
-    def _unpublish(self, block: int) -> None:
-        del self._block_by_hash[self._hash_of.pop(block)]
 
     def check(self) -> None:
         """Raise if a block is in two states, lost, or indexed wrongly."""
@@ -166,7 +163,14 @@ class BlockManager:
         usable = len(tokens) - 1
         common = min(common_prefix(tokens, held_tokens), held.length, usable)
         hashes = list(held.hashes[: common // self.block_size])
-        found = self._published(tokens, hashes, usable // self.block_size)
+        found: list[int] = []
+        while len(hashes) < usable // self.block_size:  # the published blocks that follow
+            block_hash = self._hash(tokens, len(hashes), hashes)
+            block = self.pool.find(block_hash)
+            if block is None:
+                break
+            found.append(block)
+            hashes.append(block_hash)
         if found:
             full = len(hashes) - len(found)
             for block in found:
@@ -175,18 +179,6 @@ class BlockManager:
             self._release(held.blocks[full:])
             return BlockTable(cached + found, len(hashes) * self.block_size, hashes)
         return self._truncated(held, common, hashes)
-
-    def _published(self, tokens: Sequence[int], hashes: list[bytes], limit: int) -> list[int]:
-        """The published blocks that follow those of `hashes`, which grows by their hashes."""
-        found: list[int] = []
-        while len(hashes) < limit:
-            block_hash = self._hash(tokens, len(hashes), hashes)
-            block = self.pool.find(block_hash)
-            if block is None:
-                break
-            found.append(block)
-            hashes.append(block_hash)
-        return found
 
     def _truncated(self, held: BlockTable, length: int, hashes: list[bytes]) -> BlockTable:
         """`held` cut to `length` tokens; a partial last block that others read is copied."""

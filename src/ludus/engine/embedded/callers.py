@@ -159,17 +159,15 @@ class AdmissionQueue:
 
     def leave(self, wait: Wait | None = None, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """Give a place back. A `wait` in an event loop ends with that."""
-        self._admit_next()
-        if wait is not None and loop is not None and wait.is_limited:
-            with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(wait.leave)
-
-    def _admit_next(self) -> None:
         with self._lock:
             while self._queue:
                 if self._queue.popleft().wake():
-                    return
-            self.free += 1
+                    break
+            else:
+                self.free += 1
+        if wait is not None and loop is not None and wait.is_limited:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(wait.leave)
 
     def cancel(self, tag: str | None = None) -> None:
         """Turn away the callers that wait under this tag, or all."""

@@ -249,6 +249,10 @@ class EmbeddedEngine(Engine):
             if not await self._admission.enter(session):
                 self._thread.check_open()
                 return Completion([], [], FinishReason.ABORTED, (VersionSpan(0, self.policy_version),))
+            seen: Marks | None = None
+            if sampling.repetition_penalty != 1:
+                seen = np.zeros(self._vocabulary, dtype=np.bool_)
+                seen[context] = True
             reply_future = ReplyFuture()
             request = Request(
                 tokens=keyed,
@@ -262,7 +266,7 @@ class EmbeddedEngine(Engine):
                 arrived=arrived,
                 stop_tokens=frozenset(sampling.stop_tokens),
                 stop_checker=stop_checker,
-                seen=self._seen(context, sampling),
+                seen=seen,
             )
             stream = None if on_tokens is None else TokenStream(reply_future, keyed, on_tokens)
             completion: Completion = await self._run(request, reply_future, stream)
@@ -321,10 +325,20 @@ class EmbeddedEngine(Engine):
             await self._thread.call(lambda: self._core.abort(session))
 
     async def pause(self) -> None:
-        await self._thread.call(self._pause)
+        def pause() -> None:
+            self._core.drain()
+            if releases_memory(self.model, self.config):
+                self._core.release_memory()
+            self._thread.set_paused(True)
+
+        await self._thread.call(pause)
 
     async def resume(self) -> None:
-        await self._thread.call(self._resume)
+        def resume() -> None:
+            self._core.refresh()
+            self._thread.set_paused(False)
+
+        await self._thread.call(resume)
 
     async def update_weights(self, count: int = 1) -> int:
         keeps = self.config.keep_kv
@@ -356,17 +370,6 @@ class EmbeddedEngine(Engine):
         if thread is not None:
             await asyncio.to_thread(thread.join)
         self._core.close()
-
-    def _pause(self) -> None:
-        """On the thread: no step is in flight afterwards."""
-        self._core.drain()
-        if releases_memory(self.model, self.config):
-            self._core.release_memory()
-        self._thread.set_paused(True)
-
-    def _resume(self) -> None:
-        self._core.refresh()
-        self._thread.set_paused(False)
 
     def _step(self) -> bool:
         """On the thread: one step if there is work; whether there is more."""
@@ -421,10 +424,3 @@ class EmbeddedEngine(Engine):
                 retriable=False,
             )
         return limit
-
-    def _seen(self, context: list[int], sampling: Sampling) -> Marks | None:
-        if sampling.repetition_penalty == 1:
-            return None
-        seen = np.zeros(self._vocabulary, dtype=np.bool_)
-        seen[context] = True
-        return seen

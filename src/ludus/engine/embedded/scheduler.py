@@ -47,10 +47,6 @@ class StepPlan:
     long: int | None = None
     """The place of the first long prompt's chunk."""
 
-    @property
-    def long_request(self) -> Request | None:
-        return None if self.long is None else self.chunks[self.long].request
-
 
 @dataclass(slots=True)
 class IdleSession:
@@ -117,7 +113,7 @@ class Scheduler:
         if self.waiting and self._rows and step.left > 0:
             self._admit_waiting(step)
         if step.long is not None and step.left > 0:
-            self._extend_long(step)
+            self._extend_long(step, step.long)
         return step.chunks
 
     def _share(self, request: Request, step: StepPlan) -> int:
@@ -138,10 +134,17 @@ class Scheduler:
         for request in list(islice(self.waiting, _LOOKED_AT)):
             if step.left < 1 or not self._rows or request.in_flight:
                 return  # in flight: it was preempted with its last token on the way
-            long = step.long_request
-            if long is not None and self._follows(request, long):
-                continue
-            self._reuse(request)
+            long = None if step.long is None else step.chunks[step.long].request
+            if long is not None:
+                if request.behind is None or request.behind[0] is not long:
+                    is_score = request.is_score or long.is_score  # its KV is not shared
+                    request.behind = long, 0 if is_score else common_prefix(request.tokens, long.tokens)
+                if request.behind[1] > long.block_table.length:
+                    continue  # it waits for tokens of the long prompt, or is known to be long itself
+            if not request.is_score:  # of which every position's hidden state is needed
+                idle = self.sessions.pop(request.session, None) if request.session is not None else None
+                held, tokens = (idle.block_table, idle.tokens) if idle else (BlockTable(), [])
+                request.block_table = self.block_manager.reuse(request.tokens, held, tokens)
             if long is not None and request.unscheduled > step.room:
                 request.behind = long, len(long.tokens)
                 self._give_up_blocks(request)
@@ -154,24 +157,16 @@ class Scheduler:
             self.block_manager.grow(request.block_table, request.block_table.length + count)
             self._prefill(request, count, step)
 
-    def _follows(self, request: Request, long: Request) -> bool:
-        """Whether a request waits for tokens of a long prompt, or is known to be long itself."""
-        if request.behind is None or request.behind[0] is not long:
-            is_score = request.is_score or long.is_score  # its KV is not shared
-            request.behind = long, 0 if is_score else common_prefix(request.tokens, long.tokens)
-        return request.behind[1] > long.block_table.length
-
-    def _extend_long(self, step: StepPlan) -> None:
+    def _extend_long(self, step: StepPlan, place: int) -> None:
         """Give the step's leftover tokens to the long prompt. Never preempts."""
-        assert step.long is not None
-        chunk = step.chunks[step.long]
+        chunk = step.chunks[place]
         request = chunk.request
         count = min(request.unscheduled, step.left)
         while not self.block_manager.grow(request.block_table, chunk.stop + count):
             if not self._evict_session():
                 return
         more = self._schedule(request, count)
-        step.chunks[step.long] = Chunk(request, chunk.start, more.stop, False, more.samples)
+        step.chunks[place] = Chunk(request, chunk.start, more.stop, False, more.samples)
 
     def _schedule_new_block(self, request: Request) -> Chunk:
         """A decoding request begins a block; the block that it has filled is published."""
@@ -230,13 +225,6 @@ class Scheduler:
         width = self.block_tables.shape[1]
         if size > width:
             self.block_tables = np.pad(self.block_tables, ((0, 0), (0, max(size, 2 * width) - width)))
-
-    def _reuse(self, request: Request) -> None:
-        if request.is_score:  # every position's hidden state is needed
-            return
-        idle = self.sessions.pop(request.session, None) if request.session is not None else None
-        held, tokens = (idle.block_table, idle.tokens) if idle else (BlockTable(), [])
-        request.block_table = self.block_manager.reuse(request.tokens, held, tokens)
 
     def _give_up_blocks(self, request: Request) -> None:
         """Leave a request's blocks to its session, which may be evicted; without a session, free them."""

@@ -111,18 +111,9 @@ class ServedEngine:
             case "load_weights":
                 model, folder = engine.model, Path(head["folder"])
                 await engine.replace_weights(lambda: load_into(model, folder), head["version"])
-            case "fork":
-                await engine.fork(head["session"], head["into"])
-            case "release":
-                await engine.release(head["session"])
-            case "abort":
-                await engine.abort(head["session"])
-            case "pause":
-                await engine.pause()
-            case "resume":
-                await engine.resume()
-            case "forget":
-                await engine.forget()
+            case "fork" | "release" | "abort" | "pause" | "resume" | "forget":
+                sessions = {name: head[name] for name in ("session", "into") if name in head}
+                await getattr(engine, operation)(**sessions)
             case _:
                 raise LudusError(f"a replica knows no operation {operation!r}")
         return {}, b""

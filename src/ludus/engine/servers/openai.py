@@ -110,15 +110,14 @@ def _chat_text(choice: Json, write: WriteCalls) -> tuple[Any, bool]:
     try:
         parsed = Message.parse({"role": "assistant", "content": said, "tool_calls": calls})
     except ValueError:  # the model's fault: a call that cannot be read, which the format will say
-        raw = [f"<tool_call>\n{_raw_call(call)}\n</tool_call>" for call in calls]
+        raw = []
+        for call in calls:
+            function = call.get("function") if isinstance(call, dict) else None
+            arguments = function.get("arguments") if isinstance(function, dict) else call
+            written = arguments if isinstance(arguments, str) else json.dumps(arguments)
+            raw.append(f"<tool_call>\n{written}\n</tool_call>")
         return "\n".join([said, *raw] if said else raw), True
     return write(said, parsed.tool_calls), True
-
-
-def _raw_call(call: Any) -> str:
-    function = call.get("function") if isinstance(call, dict) else None
-    arguments = function.get("arguments") if isinstance(function, dict) else call
-    return arguments if isinstance(arguments, str) else json.dumps(arguments)
 
 
 def cut(answer: Answer, stops: Sequence[str], ends: Iterable[str]) -> Answer:

@@ -115,7 +115,9 @@ def read_completion(
 ) -> Completion:
     """A completion, cut where Ludus ends one. `version` is that of a completion without tokens."""
     choice = _choice(body)
-    tokens = _ids(choice.get("token_ids"), vocabulary)
+    tokens = choice.get("token_ids")
+    if not isinstance(tokens, list) or not all(_is_count(one) and one < vocabulary for one in tokens):
+        raise BadResponse(f"the answer's token_ids are no tokens of a vocabulary of {vocabulary}")
     if len(tokens) > sampling.max_tokens:
         raise BadResponse(f"{len(tokens)} tokens came, where {sampling.max_tokens} were asked for")
     logprobs = _logprobs(choice.get("logprobs"), tokens)
@@ -133,13 +135,17 @@ def read_completion(
                 f"{reason!r:.40}, stop_reason {choice.get('stop_reason')!r:.40}): does the server have "
                 "another tokenizer than the trainer?"
             )
+    # where the server says so (--enable-prompt-tokens-details)
+    usage = body.get("usage")
+    details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
     return Completion(
         tokens[:count],
         logprobs[:count],
         finish,
         tuple(span for span in versions if span.start < max(count, 1)) or (VersionSpan(0, version),),
         stop,
-        _cached_tokens(body.get("usage")),
+        cached if isinstance(cached, int) and _is_count(cached) else 0,
     )
 
 
@@ -149,12 +155,6 @@ def _choice(body: Json) -> Json:
         raise BadResponse("the answer does not have exactly one choice")
     choice: Json = choices[0]
     return choice
-
-
-def _ids(raw: Any, vocabulary: int) -> list[int]:
-    if not isinstance(raw, list) or not all(_is_count(one) and one < vocabulary for one in raw):
-        raise BadResponse(f"the answer's token_ids are no tokens of a vocabulary of {vocabulary}")
-    return raw
 
 
 def _is_count(raw: Any) -> bool:
@@ -199,13 +199,6 @@ def _versions(raw: Any, count: int, label: WeightLabel) -> list[VersionSpan]:
     if reached != count:
         raise BadResponse(f"the answer's weight_versions are of {reached} tokens, and it has {count}")
     return spans
-
-
-def _cached_tokens(usage: Any) -> int:
-    """Where the server says so (--enable-prompt-tokens-details)."""
-    details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
-    count = details.get("cached_tokens") if isinstance(details, dict) else None
-    return count if isinstance(count, int) and _is_count(count) else 0
 
 
 def read_scores(body: Json, tokens: Sequence[int]) -> list[float]:

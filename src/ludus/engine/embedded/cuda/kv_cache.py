@@ -141,11 +141,7 @@ class ReservedMemory:
         self._pieces: list[tuple[int, int]] = []  # offset and size of what is mapped
         self._end = weakref.finalize(self, _release, self._index, self.address, self._size, self._pieces)
         self._end.atexit = False  # steps may still be running then; the driver cleans up after a process
-        self._try()
-
-    def _try(self) -> None:
-        """Map and unmap once, so that what does not work fails here."""
-        if self.take(1).data_ptr() != self.address:
+        if self.take(1).data_ptr() != self.address:  # map and unmap once: what does not work fails here
             raise DriverError("a tensor over mapped memory", 0)
         self.give_back()
 

@@ -268,9 +268,18 @@ class PrefillStep:
                 torch.cuda.empty_cache()  # only now: the error's frames held the pass's memory
                 may_use_graph = False
                 if size is None:
-                    self._shrink(count // 2)
+                    self._most_tokens = count // 2
+                    _log.warning(
+                        "a forward pass ran out of memory: at most %d tokens are computed at once until the "
+                        "next pause; lower engine.tokens_per_step or engine.memory to avoid this",
+                        self._most_tokens,
+                    )
                 else:
-                    self._disable_graph()
+                    self._has_room = False
+                    _log.warning(
+                        "a padded prefill ran out of memory: prompts are computed without padding and graphs "
+                        "until the next pause, which is slower; lower engine.memory to avoid this"
+                    )
                 todo.append(part)
             else:
                 place += len(batch.sampling_chunks)
@@ -279,21 +288,6 @@ class PrefillStep:
     def forget_limit(self) -> None:
         """Try full sizes again: the trainer may have needed the memory then."""
         self._most_tokens, self._has_room = None, True
-
-    def _shrink(self, tokens: int) -> None:
-        self._most_tokens = tokens
-        _log.warning(
-            "a forward pass ran out of memory: at most %d tokens are computed at once until the next pause; "
-            "lower engine.tokens_per_step or engine.memory to avoid this",
-            tokens,
-        )
-
-    def _disable_graph(self) -> None:
-        self._has_room = False
-        _log.warning(
-            "a padded prefill ran out of memory: prompts are computed without padding and graphs "
-            "until the next pause, which is slower; lower engine.memory to avoid this"
-        )
 
     def _launch_eager(self, batch: PrefillBatch, place: int) -> Scores:
         *values, block_tables_RB = arrays_to_device(
