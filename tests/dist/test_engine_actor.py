@@ -65,11 +65,9 @@ async def test_an_engine_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.Mo
     assert not list(scratch.iterdir()) and not left(scratch, before)
     own = EmbeddedEngine(model.model, None, CONFIG, version=4)
     try:
-        scored, body = await actor.perform(
-            {"operation": "score", "temperature": 1.0}, pack_tokens([5, 6, 7])
-        )
+        scored, body = await actor.perform({"operation": "score"}, pack_tokens([5, 6, 7]))
         assert "error" not in scored
-        expected = await own.score([5, 6, 7], temperature=1.0)
+        expected = await own.score([5, 6, 7])
         assert unpack_logprobs(body) == pytest.approx(expected, abs=1e-5)
     finally:
         await own.close()

@@ -109,11 +109,9 @@ class LocalReplica(Engine):
                 raise EngineError(self._death.result()) from None
             raise
 
-    async def score(
-        self, tokens: Sequence[int], *, temperature: float = 1.0, media: Sequence[MediaSpan] = ()
-    ) -> list[float]:
+    async def score(self, tokens: Sequence[int], *, media: Sequence[MediaSpan] = ()) -> list[float]:
         await self._maybe_hang("score")
-        return await self.alive.score(tokens, temperature=temperature, media=media)
+        return await self.alive.score(tokens, media=media)
 
     async def fork(self, session: str, into: str) -> None:
         await self.alive.fork(session, into)

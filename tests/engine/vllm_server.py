@@ -209,8 +209,6 @@ class VllmTestServer:
                 await asyncio.sleep(3600)
             if "prompt_logprobs" in fields:
                 return await self._scored(tokens)
-            if "logprob_token_ids" in fields:
-                return await self._next_token(tokens, fields)
             return await self._completed(body["request_id"], tokens, fields)
         except asyncio.CancelledError:
             self.disconnected += 1
@@ -223,13 +221,6 @@ class VllmTestServer:
             for i, (token, score) in enumerate(zip(tokens, scores, strict=True))
         ]
         return web.json_response({"prompt_logprobs": listed, "choices": [{}]})
-
-    async def _next_token(self, tokens: list[int], fields: Json) -> web.Response:
-        token = fields["logprob_token_ids"][0]
-        score = (await self.engine.score([*tokens, token], temperature=fields["temperature"]))[-1]
-        listed = [{"token_id": token, "logprob": score}]
-        content = [{"token_id": token, "logprob": score, "top_logprobs": listed}]
-        return web.json_response({"choices": [{"logprobs": {"content": content}}]})
 
     async def _completed(self, name: str, tokens: list[int], fields: Json) -> web.Response:
         stop = () if self.faults.ignores_stop_strings else tuple(fields.get("stop", ()))

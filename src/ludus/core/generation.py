@@ -196,10 +196,8 @@ class Engine(ABC):
         It must not raise.
         """
 
-    async def score(
-        self, tokens: Sequence[int], *, temperature: float = 1.0, media: Sequence[MediaSpan] = ()
-    ) -> list[float]:
-        """The log-probability of each token given those before it; the first one's is 0.
+    async def score(self, tokens: Sequence[int], *, media: Sequence[MediaSpan] = ()) -> list[float]:
+        """The log-probability of each token given those before it, at a temperature of 1; the first one's is 0.
 
         The canary asks an engine with weights of its own after every load: scores must come from the weights
         that `generate` samples with.

@@ -47,19 +47,11 @@ class EngineConfig(Config):
     """How many requests may wait in the scheduler; further callers wait in the admission queue."""
 
     @model_validator(mode="after")
-    def _check_cache_size(self) -> Self:
+    def _check_together(self) -> Self:
         if self.cache_tokens is not None and self.memory is not None:
             raise ValueError("cache_tokens and memory both say how large the KV cache is: leave one out")
-        return self
-
-    @model_validator(mode="after")
-    def _check_kept(self) -> Self:
         if self.keep_kv and self.release_memory == "always":
             raise ValueError('release_memory = "always" gives the KV cache away, and keep_kv keeps it')
-        return self
-
-    @model_validator(mode="after")
-    def _check_tokens_per_step(self) -> Self:
         if self.tokens_per_step is not None and self.tokens_per_step < self.max_running:
             raise ValueError(
                 f"tokens_per_step ({self.tokens_per_step}) must be at least max_running "

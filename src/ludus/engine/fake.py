@@ -164,9 +164,7 @@ class FakeEngine(Engine):
             await self._resumed.wait()
         return aborted.is_set()
 
-    async def score(
-        self, tokens: Sequence[int], *, temperature: float = 1.0, media: Sequence[MediaSpan] = ()
-    ) -> list[float]:
+    async def score(self, tokens: Sequence[int], *, media: Sequence[MediaSpan] = ()) -> list[float]:
         return [0.0, *(-uniforms(0, np.asarray(tokens[1:], dtype=np.uint64))).tolist()]
 
     async def fork(self, session: str, into: str) -> None:

@@ -75,10 +75,8 @@ class PlainEngine(Engine):
                 break
         return Completion(found, logprobs, finish, (VersionSpan(0, self._version),), stop)
 
-    async def score(
-        self, tokens: Sequence[int], *, temperature: float = 1.0, media: Sequence[MediaSpan] = ()
-    ) -> list[float]:
-        distributions = torch.log_softmax(self._logits(list(tokens))[:-1] / (temperature or 1.0), -1)
+    async def score(self, tokens: Sequence[int], *, media: Sequence[MediaSpan] = ()) -> list[float]:
+        distributions = torch.log_softmax(self._logits(list(tokens))[:-1], -1)
         return [0.0, *distributions.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()]
 
     @torch.no_grad()

@@ -272,9 +272,7 @@ class EmbeddedEngine(Engine):
             completion: Completion = await self._run(request, reply_future, stream)
             return completion
 
-    async def score(
-        self, tokens: Sequence[int], *, temperature: float = 1.0, media: Sequence[MediaSpan] = ()
-    ) -> list[float]:
+    async def score(self, tokens: Sequence[int], *, media: Sequence[MediaSpan] = ()) -> list[float]:
         context, keyed = await self._read(tokens, media)
         reply_future = ReplyFuture()
         request = Request(
@@ -283,7 +281,7 @@ class EmbeddedEngine(Engine):
             limit=self._limit(len(context), None),
             images=tuple(media),
             placeholder=self._images.token if self._images is not None else 0,
-            sampling=Sampling(temperature=temperature),
+            sampling=Sampling(),
             is_score=True,
             reply=partial(self._thread.outbox.reply, reply_future),
         )

@@ -233,13 +233,11 @@ def score(model: nn.Module, chunk: Chunk, hidden_CH: Tensor) -> Tensor:
     following = chunk.request.tokens[chunk.start + 1 : chunk.stop + 1]
     if chunk.request.images:
         following = [chunk.request.placeholder if t >= VIRTUAL else t for t in following]
-    temperature = chunk.request.sampling.temperature or 1.0
     values: list[Tensor] = []
     for first in range(0, len(following), _HEAD_ROWS):
         targets = torch.tensor(following[first : first + _HEAD_ROWS], device=hidden_CH.device)
         logits = head_logits(model, hidden_CH[first : first + len(targets)]).float()
-        logprobs = log_softmax_at(logits, [temperature] * len(targets))
-        values.append(logprobs.gather(1, targets[:, None])[:, 0])
+        values.append(torch.log_softmax(logits, dim=1).gather(1, targets[:, None])[:, 0])
     return torch.cat(values) if values else hidden_CH.new_empty(0, dtype=torch.float32)
 
 

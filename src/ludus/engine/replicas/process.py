@@ -52,10 +52,8 @@ class RequestedReplica(Engine):
         head = {"sampling": asdict(sampling), "session": session}
         return unpack_completion(*await self._request_on("generate", head, tokens, media))
 
-    async def score(
-        self, tokens: Sequence[int], *, temperature: float = 1.0, media: Sequence[MediaSpan] = ()
-    ) -> list[float]:
-        _, body = await self._request_on("score", {"temperature": temperature}, tokens, media)
+    async def score(self, tokens: Sequence[int], *, media: Sequence[MediaSpan] = ()) -> list[float]:
+        _, body = await self._request_on("score", {}, tokens, media)
         return unpack_logprobs(body)
 
     async def _request_on(

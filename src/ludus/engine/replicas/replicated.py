@@ -267,14 +267,12 @@ class ReplicatedEngine(Engine):
                 await self._answered(member, replica.passed.wait())
             return completion
 
-    async def score(
-        self, tokens: Sequence[int], *, temperature: float = 1.0, media: Sequence[MediaSpan] = ()
-    ) -> list[float]:
+    async def score(self, tokens: Sequence[int], *, media: Sequence[MediaSpan] = ()) -> list[float]:
         member = await self._placed(None)
         assert member is not None, "only a session can be aborted"
         replica = member.worker
         with member.busy():
-            scoring = replica.engine.score(tokens, temperature=temperature, media=media)
+            scoring = replica.engine.score(tokens, media=media)
             scored = await self._answered(member, scoring)
             if not replica.passed.is_set():
                 await self._answered(member, replica.passed.wait())

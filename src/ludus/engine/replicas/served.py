@@ -104,7 +104,7 @@ class ServedEngine:
                 )
             case "score":
                 tokens, media = self._context(head, body)
-                scored = await engine.score(tokens, temperature=head["temperature"], media=media)
+                scored = await engine.score(tokens, media=media)
                 return {}, pack_logprobs(scored)
             case "ping":
                 await engine.score([0])  # which the engine's thread answers between two steps

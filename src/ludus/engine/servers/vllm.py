@@ -38,9 +38,7 @@ from ludus.engine.servers.client import ServerEngine
 from ludus.engine.servers.vllm_api import (
     WeightLabel,
     generate_body,
-    next_token_body,
     read_completion,
-    read_next_token,
     read_scores,
     score_body,
 )
@@ -120,27 +118,11 @@ class VllmEngine(ServerEngine):
             session,
         )
 
-    async def score(
-        self, tokens: Sequence[int], *, temperature: float = 1.0, media: Sequence[MediaSpan] = ()
-    ) -> list[float]:
-        """At a temperature other than 1 each token is a request of its own: vLLM scores prompts at 1 alone."""
+    async def score(self, tokens: Sequence[int], *, media: Sequence[MediaSpan] = ()) -> list[float]:
         self._check(media)
-        given, model = self._checked(tokens), self._server.address.model
-        if temperature in (0.0, 1.0):
-            body = score_body(given, uuid.uuid4().hex, model)
-            return await self._server.generate(body, lambda answer: read_scores(answer, given))
-
-        async def one(place: int) -> float:
-            token, request = given[place], uuid.uuid4().hex
-            body = next_token_body(given[:place], token, temperature, request, model)
-            return await self._server.generate(body, lambda answer: read_next_token(answer, token))
-
-        tasks = [asyncio.ensure_future(one(place)) for place in range(1, len(given))]
-        try:
-            return [0.0, *await asyncio.gather(*tasks)]
-        finally:
-            for task in tasks:
-                task.cancel()
+        given = self._checked(tokens)
+        body = score_body(given, uuid.uuid4().hex, self._server.address.model)
+        return await self._server.generate(body, lambda answer: read_scores(answer, given))
 
     async def abort(self, session: str) -> None:
         """The server gives back what there is; where it does not, the connection is closed."""

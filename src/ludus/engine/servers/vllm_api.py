@@ -82,23 +82,6 @@ def score_body(tokens: Sequence[int], request: str, model: str | None) -> Json:
     return _request(tokens, fields, request, model)
 
 
-def next_token_body(
-    tokens: Sequence[int], token: int, temperature: float, request: str, model: str | None
-) -> Json:
-    """A request for the log-probability of `token` after `tokens`, at a temperature.
-
-    The server lists as many candidates as it is asked for, and the sampled one is always the first of them.
-    """
-    fields = {
-        "max_tokens": 1,
-        "temperature": temperature,
-        "logprob_token_ids": [token, token],
-        "logprobs": 2,
-        "detokenize": False,
-    }
-    return _request(tokens, fields, request, model)
-
-
 def _request(tokens: Sequence[int], fields: Json, request: str, model: str | None) -> Json:
     body = {"request_id": request, "token_ids": list(tokens), "sampling_params": fields}
     return body if model is None else body | {"model": model}
@@ -213,15 +196,3 @@ def read_scores(body: Json, tokens: Sequence[int]) -> list[float]:
             raise BadResponse(f"the answer's prompt_logprobs lack the token {token}")
         found.append(_logprob(entry.get("logprob")))
     return found
-
-
-def read_next_token(body: Json, token: int) -> float:
-    """The log-probability of one candidate for the next token."""
-    raw = _choice(body).get("logprobs")
-    content = raw.get("content") if isinstance(raw, dict) else None
-    first = content[0] if isinstance(content, list) and content else None
-    listed = first.get("top_logprobs") if isinstance(first, dict) else None
-    for one in listed if isinstance(listed, list) else []:
-        if isinstance(one, dict) and one.get("token_id") == token:
-            return _logprob(one.get("logprob"))
-    raise BadResponse(f"the answer lacks the log-probability of the token {token}")

@@ -113,42 +113,34 @@ def _messages(raw: Json, where: str) -> tuple[Message, ...]:
 def body(request: ModelRequest, replies: Sequence[ModelReply]) -> Json:
     """The reply as one JSON object."""
     (reply,) = replies
-    head, usage = _head(request, reply.head), _usage_of(reply)
-    return {**head, "content": _blocks(reply), **_ending(reply), "usage": usage}
+    said = reply.reply
+    content: list[Json] = []
+    if said.thought:
+        content.append({"type": "thinking", "thinking": said.thought, "signature": ""})
+    if said.text:
+        content.append({"type": "text", "text": said.text})
+    for call in said.calls:
+        content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments})
+    return {**_head(request, reply.head), "content": content, **_ending(reply)}
 
 
 def _head(request: ModelRequest, head: ReplyHead) -> Json:
     return {"id": f"msg_{head.id}", "type": "message", "role": "assistant", "model": request.model}
 
 
-def _blocks(reply: ModelReply) -> list[Json]:
-    said = reply.reply
-    found: list[Json] = []
-    if said.thought:
-        found.append({"type": "thinking", "thinking": said.thought, "signature": ""})
-    if said.text:
-        found.append({"type": "text", "text": said.text})
-    for call in said.calls:
-        found.append({"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments})
-    return found
-
-
 def _ending(reply: ModelReply) -> Json:
-    reason = "end_turn"
+    reason, usage = "end_turn", (reply.prompt_tokens, reply.cached_tokens, reply.completion_tokens)
     if reply.reply.calls:
         reason = "tool_use"
     elif reply.is_cut:
         reason = "max_tokens"
     elif reply.stop is not None:
         reason = "stop_sequence"
-    return {"stop_reason": reason, "stop_sequence": reply.stop if reason == "stop_sequence" else None}
+    stop = reply.stop if reason == "stop_sequence" else None
+    return {"stop_reason": reason, "stop_sequence": stop, "usage": _usage(*usage)}
 
 
-def _usage_of(reply: ModelReply) -> Json:
-    return _usage(reply.prompt_tokens, reply.cached_tokens, reply.completion_tokens)
-
-
-def _usage(prompt: int, cached: int, written: int) -> Json:
+def _usage(prompt: int, cached: int = 0, written: int = 0) -> Json:
     return {
         "input_tokens": prompt - cached,
         "cache_creation_input_tokens": 0,
@@ -167,7 +159,7 @@ class MessageWriter:
 
     def start(self) -> Iterator[Event]:
         (head,) = self._heads
-        usage = _usage(head.prompt_tokens, 0, 0)  # what was cached is known at the end
+        usage = _usage(head.prompt_tokens)  # what was cached is known at the end
         start: Json = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         yield _event("message_start", message={**_head(self._request, head), **start})
 
@@ -199,7 +191,8 @@ class MessageWriter:
             block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
             yield from self._piece(block, arguments_text(call))
         yield from self._stop()
-        yield _event("message_delta", delta=_ending(reply), usage=_usage_of(reply))
+        ending = _ending(reply)
+        yield _event("message_delta", usage=ending.pop("usage"), delta=ending)
         yield _event("message_stop")
 
     def error(self, problem: Json) -> Event:

@@ -17,7 +17,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,7 @@ class ProgramAgent(Agent):
 
     async def run(self, episode: Episode) -> None:
         serving = await self._started()
-        async with self._place(serving):
+        async with serving.places or contextlib.nullcontext():
             tree = episode.conversations()
             may = self.config.rewards
             session = EpisodeSession(
@@ -138,11 +138,11 @@ class ProgramAgent(Agent):
             return
         if ended.problem is not None and session.failure is not None:
             raise session.failure  # infrastructure's: the program only passed it on
-        if ended.problem is not None and (last is None or self.config.crash_reward is None):
-            raise ProgramFailed(ended.problem)
         if last is None:
-            raise ProgramFailed("the program ended without a reply of the model")
-        if ended.problem is not None and self.config.crash_reward is not None:
+            raise ProgramFailed(ended.problem or "the program ended without a reply of the model")
+        if ended.problem is not None:
+            if self.config.crash_reward is None:
+                raise ProgramFailed(ended.problem)
             session.tree.reward(self.config.crash_reward)
             episode.end(StopReason.TERMINATED)
             return
@@ -271,14 +271,6 @@ class ProgramAgent(Agent):
             found[TASK] = task
         return found
 
-    @contextlib.asynccontextmanager
-    async def _place(self, serving: _Serving) -> AsyncIterator[None]:
-        if serving.places is None:
-            yield
-            return
-        async with serving.places:
-            yield
-
     async def _started(self) -> _Serving:
         """The server of this event loop; started by the first episode."""
         loop = asyncio.get_running_loop()
@@ -294,8 +286,7 @@ class ProgramAgent(Agent):
             server = ModelServer(service, config)
             await server.start()
             http = HttpClient(purpose="another model", most_bytes=FORWARD_BYTES, limit=0)
-            most = self.config.max_running
-            places = None if most is None else asyncio.Semaphore(most)
+            places = asyncio.Semaphore(most) if (most := self.config.max_running) is not None else None
             self._serving = _Serving(loop, service, server, http, places)
             return self._serving
 

@@ -27,9 +27,6 @@ from ludus.serve.model.requests import (
     text_field,
 )
 
-_SKIPPED = frozenset({"reasoning"})
-"""Items that say nothing new: a reply's thinking is in its tokens."""
-
 
 def parse(body: Json) -> ModelRequest:
     """A request; `ApiError` says what is wrong with it."""
@@ -85,7 +82,7 @@ def _messages(body: Json) -> tuple[tuple[Message, ...], tuple[str, ...]]:
 def _add(found: list[Message], item: Json, where: str) -> None:
     """Add an item. Text and calls of one turn are items of their own, and one message here."""
     kind = item.get("type") or "message"
-    if kind in _SKIPPED:
+    if kind == "reasoning":  # it says nothing new: a reply's thinking is in its tokens
         return
     if kind == "function_call_output":
         id, (output, media) = item.get("call_id"), read_content(item.get("output"), where)
@@ -113,19 +110,15 @@ def _add(found: list[Message], item: Json, where: str) -> None:
 def body(request: ModelRequest, replies: Sequence[ModelReply]) -> Json:
     """The reply as one JSON object."""
     (reply,) = replies
-    status, head = "incomplete" if reply.is_cut else "completed", reply.head
-    return {**_response(request, head, status), "output": _items(reply), "usage": _usage(reply)}
-
-
-def _usage(reply: ModelReply) -> Json:
-    written = reply.completion_tokens
-    return {
+    status, written = "incomplete" if reply.is_cut else "completed", reply.completion_tokens
+    usage = {
         "input_tokens": reply.prompt_tokens,
         "input_tokens_details": {"cached_tokens": reply.cached_tokens},
         "output_tokens": written,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": reply.prompt_tokens + written,
     }
+    return {**_response(request, reply.head, status), "output": _items(reply), "usage": usage}
 
 
 def _response(request: ModelRequest, head: ReplyHead, status: str) -> Json:
