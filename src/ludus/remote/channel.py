@@ -4,16 +4,11 @@ A frame is two lengths (8-byte numbers), a head in JSON, and a body of bytes as 
 
     | length of head | length of body | head | body |
 
-Nothing that is read is executed, and nothing is read that is longer than `MAX_FRAME`. A side that goes away is
-a `ChannelClosed`; bytes that are no frame are a `FrameError`, after which the connection is of no use.
-
-    channel = RequestChannel(*await asyncio.open_connection(sock=connection))
-    head, body = await channel.request({"operation": "score"}, tokens)     # in one process
-    await serve_requests(reader, writer, answer)                           # in the other
-
-Who waits for whom: requests run side by side, and each awaits its own reply. One task reads the replies and
-resolves them; when the other side is gone, all of them fail at once. A request that is cancelled is cancelled
-over there. Frames are written into the connection's buffer: the caller bounds how many requests there are.
+Nothing that is read is executed. A side that goes away is a `ChannelClosed`; bytes that are no frame are a
+`FrameError`, after which the connection is of no use. Requests run side by side, and each awaits its own
+reply, which one task reads; when the other side is gone, all of them fail at once. A request that is cancelled
+is cancelled over there. Frames are written into the connection's buffer: the caller bounds how many requests
+there are.
 """
 
 from __future__ import annotations

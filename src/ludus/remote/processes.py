@@ -1,16 +1,13 @@
 """Running functions in worker processes that can be killed.
 
-Who waits for whom. Each running call has a driver thread that talks to one worker over a socket; at
-most `max_workers` drivers run, and further calls wait in the drivers' first-in-first-out queue. A call
-that passes its deadline, or whose caller is cancelled, has its worker killed together with everything
-that the worker started; the next call starts a fresh one. A worker that dies under a call is a
-`WorkerError`. Workers are new interpreters (never forks: other threads may hold locks), and they end
-with this process however it ends.
+Who waits for whom. Each running call has a driver thread that talks to one worker over a socket; at most
+`max_workers` drivers run, and further calls wait in their queue. A call that passes its deadline, or whose
+caller is cancelled, has its worker killed together with everything that the worker started. Workers are new
+interpreters (never forks: other threads may hold locks), and they end with this process however it ends.
 
-The function and its arguments travel by pickle, so the function must be importable by name. A function
-of the main script makes the worker load that script, under another name, as `multiprocessing` does:
-what the script *does* belongs behind `if __name__ == "__main__":`. A worker is as trusted as the
-process that started it; it is no place for code that a model wrote.
+Functions and arguments travel by pickle, so that a function must be importable by name; one of the main script
+makes the worker load that script under another name, as `multiprocessing` does. A worker is as trusted as the
+process that started it: it is no place for code that a model wrote.
 """
 
 from __future__ import annotations

@@ -1,25 +1,18 @@
 """A supervisor keeps a fixed number of workers running, and says which one serves next.
 
-Its user says how to make one (`make`), and each worker how it starts, whether it is well, and how it ends
-(`Worker`). For example, with processes:
-
-    supervisor = Supervisor(lambda number: MyProcess(number), size=4)
+    supervisor = Supervisor(lambda number: MyProcess(number), size=4)      # `Worker`: start, ended, kill
     await supervisor.start()
     member = await supervisor.place("episode 7", seconds=60.0)     # the same one for as long as it lives
     with member.busy():
         answer = await member.answer(member.worker.ask(...), seconds=30.0)
-    supervisor.release("episode 7")
-    await supervisor.close()
 
-A worker that ends is taken out: calls in it that `Member.answer` watches raise `WorkerDied`, and its keys are
-placed elsewhere when they are next asked for. Its user may take it out, too (`Member.take_out`), for example
-because it hangs. It is killed and replaced, at once if it had served for a while; after failures in a row the
-pause is doubled each time, and with `Restarts.most` its place is given up in the end. What replaces a worker is
-a new `Member`, so that a caller that holds the old one sees that it is gone, and why (`Member.reason`).
+A worker that ends, or that its user takes out, is killed and replaced: at once if it had served for a while,
+after failures in a row with a pause that doubles; with `Restarts.most` its place is given up in the end. What
+replaces it is a new `Member`, so that a caller that holds the old one sees that it is gone, and why.
 
 Who waits for whom. One task for each place waits for the end of its worker and replaces it. `place` waits, at
-most for `seconds`, while no worker serves. Starting is bounded by the worker itself, killing by `kill_seconds`.
-All of it runs in one event loop.
+most for `seconds`, while no worker serves. Starting is bounded by the worker itself, killing by
+`kill_seconds`.
 """
 
 from __future__ import annotations

@@ -1,16 +1,11 @@
 """Threads, event loops and the garbage collector: sync code from async code, and async code from sync code.
 
-`ThreadExecutor` runs sync functions in daemon threads, so that they never block the event loop.
-
-Who waits for whom. A caller awaits its own future. Jobs wait in one first-in-first-out queue; at most
-`max_workers` threads take from it, and threads are started only when none is idle. A deadline counts
-from the moment the function starts, so a full queue is never charged to the function.
-
-A thread cannot be killed. One whose job passed its deadline, or whose caller was cancelled, is
-*abandoned*: it no longer counts against `max_workers`, another takes its place, and it ends when its
-function returns, if ever. All threads are daemons, so that a stuck one never holds up the exit of the
-interpreter. `max_abandoned` bounds what code that hangs for ever can take. Code that may hang should
-run in a process, which can be killed: `processes.ProcessExecutor`.
+Who waits for whom. `ThreadExecutor` runs sync functions in daemon threads; a caller awaits its own future.
+Jobs wait in one first-in-first-out queue, from which at most `max_workers` threads take. A deadline counts
+from the moment the function starts, so a full queue is never charged to it. A thread cannot be killed: one
+whose job passed its deadline, or whose caller was cancelled, is *abandoned*. It no longer counts against
+`max_workers`, and ends when its function returns, if ever; `max_abandoned` bounds what code that hangs for
+ever can take.
 """
 
 from __future__ import annotations

@@ -3,15 +3,11 @@
     process = ServiceProcess("ludus.tools.hosting.host:HostedTools", hang_seconds=60.0)
     reply, _ = await process.start({"references": [...]})
     reply, body = await process.request("call", {...})
-    await process.kill()
 
-The service is named, and made in the child without arguments. Its `answer(head, body)` is given each request:
-`head["operation"]` is "start" for the first one, and "ping" for a sign of life. It tells its errors in the
-reply. Requests travel as frames (`channel.py`), of which nothing is executed.
-
-Who waits for whom: many requests run at once, each in a task of the child's event loop. From the end of its
-start a process is asked for a sign of life every few seconds; one that is silent for `hang_seconds` is killed.
-It ends, with all that it has started, when its parent does.
+The service is named, and made in the child without arguments; `answer(head, body)` is given each request, of
+which `head["operation"]` is "start" for the first and "ping" for a sign of life. Many requests run at once,
+each in a task of the child's event loop. A process that is silent for `hang_seconds` after its start is
+killed, and it ends, with all that it has started, when its parent does.
 """
 
 from __future__ import annotations

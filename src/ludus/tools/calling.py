@@ -1,13 +1,13 @@
 """One call from its arguments to its result: where the function runs, its deadline, and fault attribution.
 
 Async functions run on the event loop, sync ones in shared daemon threads, those marked `process=True` in
-shared worker processes. A deadline counts from when the function starts; a full queue is not the model's
-fault. A function that is past its deadline, or whose caller is cancelled, is stopped where it can be: a
-coroutine is cancelled, a process is killed, a thread is abandoned.
+shared worker processes. A deadline counts from when the function starts. A function that is past it, or whose
+caller is cancelled, is stopped where it can be: a coroutine is cancelled, a process is killed, a thread is
+abandoned. An exception of a tool is the model's fault, except lost connections and workers, `InfraError`, and
+a name or module that the tool's own code lacks; `on_error` decides otherwise.
 
-An exception of a tool is the model's fault, and the model reads it, except lost connections and workers,
-`InfraError`, and a name or module that the tool's own code lacks; `on_error` decides otherwise. An error that
-may be a mistake in the tool is logged once with its traceback.
+A result is cut by characters before anything else looks at it, so that the cost of a huge result does not
+depend on its size; only what is left is cleaned and, where a tool has a limit in tokens, tokenized.
 """
 
 from __future__ import annotations

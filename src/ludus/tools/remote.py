@@ -1,14 +1,12 @@
 """Tools on a server, as a tool set: a run uses them as it uses its own, given an address (extra `serve`).
 
-Who waits for whom. Each call awaits its own HTTP request, and repeats it while that is safe and there is
-time. Calls of one episode share a session; a lock per episode makes sure that a session that was lost is
-opened again once, however many calls notice. Requests beyond `connections` wait for one of them, within
-their deadline; the queue that counts is the server's, which says when it is full.
+Who waits for whom. Each call awaits its own HTTP request, and repeats it while that is safe and there is time.
+Calls of one episode share a session; a lock per episode makes sure that a lost one is opened again once.
+Requests beyond `connections` wait for one of them, within their deadline.
 
-What a lost session means, and a lost answer, is said in `remote/session.py`. Every call has a random
-idempotency key; the server runs a key once, so asking again is safe as long as the same server process
-answers. Only when another one does (it was restarted, or the episode moved) may the first attempt have run
-without a trace. The server checks this too, by what the retry says of its first attempt.
+Every call has a random idempotency key; the server runs a key once, so asking again is safe as long as the
+same server process answers. When another one does, the first attempt may have run without a trace:
+`remote/session.py` decides.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """The version of a tool: a digest of its schema and, where it is a local tool, of its source and settings.
 
-What was learned, recorded or stored with one version of a tool need not hold for another. An edit of the
-function, even of a comment, is a new version, and so is another content of a file that a setting names: a
-corpus, a database. What the function calls is not looked at.
-
-Digests are of canonical JSON, which keeps what a tool can tell apart: 1, 1.0 and true differ, so do 0.0 and
--0.0, so do two spellings of a letter in Unicode. The order of keys does not count. NaN equals itself.
+An edit of the function, even of a comment, is a new version, and so is another content of a file that a
+setting names (a corpus, a database). What the function calls is not looked at. Digests are of canonical JSON,
+which keeps what a tool can tell apart: 1, 1.0 and true differ, so do 0.0 and -0.0. The order of keys does not
+count. NaN equals itself.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""Looking at files and changing them, as software-engineering agents do: four small tools.
-
-Four tools rather than one with a `command`: each has exactly the parameters it needs, so that the schema
-itself tells a model what is required.
-"""
+"""Looking at files and changing them, as software-engineering agents do: four small tools, so that each schema
+tells a model what is required."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
 """`python` and `bash`, and the sandbox session that all sandbox tools of an episode share.
 
-Who waits for whom. The calls of one episode's turn arrive at once; they take the episode's session one
-after the other, in the order in which they came, because a session is one interpreter and one folder.
-Different episodes never wait for each other here: the sandbox's own queue bounds them. A session is
-opened by the first call that needs it, so an episode that runs no code costs nothing, and it is closed
-with the episode.
+Who waits for whom. The calls of one episode take its session one after the other, in the order in which they
+came, because a session is one interpreter and one folder. Different episodes wait in the sandbox's own queue
+only. A session is opened by the first call that needs it, and closed with the episode.
 
 A task may say what a session starts with, in its metadata: `sandbox = {files = {path: text}, setup = "Python
 code", image = "..."}`. The model is not shown it; what the code defines is there for the model's own code.

@@ -1,8 +1,7 @@
 """The tools of MCP servers (Model Context Protocol): commands over stdio, addresses over streamable HTTP.
 
-`config` is what a recipe says; `connection` is one running server; `toolset` is what episodes use. The rest
-is what stands between a hostile server and a run: `stdio` and `guardian` (its process and output), `http` (its
-bodies), `catalog` (its list), `results` (its answers). Needs the extra `mcp`.
+`config` is what a recipe says, `toolset` what episodes use, `connection` one running server and its list,
+`servers` its bytes, `guardian` the parent of its process. Needs the extra `mcp`.
 """
 
 from __future__ import annotations

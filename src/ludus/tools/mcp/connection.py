@@ -1,11 +1,9 @@
 """One connection to an MCP server, from its start to its end: a process, or a session behind an address.
 
-Who waits for whom. The SDK wants a client entered and left by one task, so a connection has a task of its
-own that does nothing else. Requests come from any task, many at once, each within its own
-deadline. When the server's output ends, or the task does, all requests in flight fail with `ServerGone`.
-
-A request past its deadline says nothing of whose fault that is. So the server is asked something easy then:
-one that answers is alive, and the call was slow (the model's choice, which it reads); one that does not is
+Who waits for whom. The SDK wants a client entered and left by one task, so a connection has a task that does
+nothing else. Requests come from any task, many at once, each within its own deadline. When the server's output
+ends, or the task does, all requests in flight fail with `ServerGone`. After a deadline the server is asked
+something easy: one that answers is alive, and the call was slow (the model's choice); one that does not is
 hanging.
 """
 

@@ -1,12 +1,9 @@
-"""The parent of a server process: it ends when the run does, however that happens, and kills all of the
-server's processes.
+"""The parent of a server process: it ends when the run does, and kills all of the server's processes.
 
-A program of its own (`python -I -S guardian.py PARENT COMMAND...`), between a run and a server that is
-started by a command. The command inherits standard input, output and error; the guardian keeps none of the
-first two, so that the server's end is seen as the end of its output. When its parent dies (SIGKILL
-included: the kernel sends `PR_SET_PDEATHSIG`), when it is sent SIGTERM, or when the server exits, it kills
-every descendant, those that have made themselves daemons too (it is their subreaper), and exits with the
-server's status.
+A program of its own (`python -I -S guardian.py PARENT COMMAND...`). The command inherits standard input,
+output and error. When its parent dies (the kernel sends `PR_SET_PDEATHSIG`), when it is sent SIGTERM, or when
+the server exits, it kills every descendant, daemons too (it is their subreaper), and exits with the server's
+status.
 """
 
 from __future__ import annotations

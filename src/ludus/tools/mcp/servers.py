@@ -1,14 +1,11 @@
-"""A server that a command starts: its process, and the two pipes that JSON-RPC goes through.
+"""MCP servers as transports of the SDK: a command's process over stdio, an address over streamable HTTP.
 
-The SDK's own stdio transport reads lines of any length into memory, leaves a server's children behind when
-we are killed, and says nothing of why a server ended. This one bounds a line (`lines`), runs the command
-below a guardian (`guardian`), keeps the end of its standard error for messages, and counts what is not
-JSON-RPC.
-
-Who waits for whom. Three tasks: one reads lines and hands messages to the session, one writes the session's
-messages, one reads standard error. None waits for another; a server that reads nothing blocks the writer
-alone, and calls have deadlines. Leaving the block closes standard input, gives the server a moment, then
-has the guardian kill everything below it.
+The SDK's own stdio transport reads lines of any length into memory, leaves a server's children behind when we
+are killed, and says nothing of why a server ended. This one bounds a line, runs the command below a guardian,
+keeps the end of its standard error for messages, and counts what is not JSON-RPC. Three tasks read lines,
+write messages and read standard error, and none waits for another. Leaving the block closes standard input,
+gives the server a moment, then has the guardian kill everything below it. HTTP is the SDK's, with bounds and
+with what HTTP itself said.
 """
 
 from __future__ import annotations

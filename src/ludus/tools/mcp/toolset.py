@@ -1,16 +1,15 @@
 """The tools of an MCP server as a tool set: what an episode opens, lists, calls and closes.
 
-Who waits for whom. A shared server is started by the first episode that needs it, under a lock; the others
-wait for that start. With a server per episode, `servers` of them run at once, and further episodes wait in
-`open`. Calls wait for one of `concurrency` slots. A server that has died is started again by the next call
-that needs it, after a pause that doubles with each failure in a row; once `restarts` of them have failed,
-every caller gets the error at once, until the pause is over.
+Who waits for whom. A shared server is started by the first episode that needs it, under a lock. With a server
+per episode, `servers` of them run at once, and further episodes wait in `open`. Calls wait for one of
+`concurrency` slots. A server that has died is started again by the next call that needs it, after a pause that
+doubles with each failure in a row; once `restarts` of them have failed, every caller gets the error until the
+pause is over.
 
 Refusals of the server, and a call that is too slow on a server that lives, are faults that the model reads. A
 server that died or hangs is an infrastructure failure: a call that may be repeated (it declares itself
-read-only or idempotent, and the episode has no state there) is sent once more to the new server; any other
-ends the episode, which is played again. A session whose server is gone has lost its state, and is never
-quietly replaced.
+read-only or idempotent, and the episode has no state there) is sent once more; any other ends the episode,
+which is played again.
 """
 
 from __future__ import annotations
