@@ -121,20 +121,13 @@ def alive_nodes() -> list[Node]:
     own = ray.get_runtime_context().get_node_id()
     per_node = importlib.import_module("ray._private.state").available_resources_per_node
     free: Mapping[str, Mapping[str, float]] = per_node()
-    nodes = [_node(one, free.get(one["NodeID"], {})) for one in ray.nodes() if one["Alive"]]
+    nodes = []
+    for one in ray.nodes():
+        if one["Alive"]:
+            has, left = one["Resources"], free.get(one["NodeID"], {})
+            counts = [kind.get(name, 0.0) for kind in (has, left) for name in ("CPU", "GPU")]
+            nodes.append(Node(one["NodeID"], one["NodeManagerAddress"], *counts))
     return sorted(nodes, key=lambda node: (node.id != own, node.address, node.id))
-
-
-def _node(raw: Mapping[str, Any], free: Mapping[str, float]) -> Node:
-    has: Mapping[str, float] = raw["Resources"]
-    return Node(
-        raw["NodeID"],
-        raw["NodeManagerAddress"],
-        has.get("CPU", 0.0),
-        has.get("GPU", 0.0),
-        free.get("CPU", 0.0),
-        free.get("GPU", 0.0),
-    )
 
 
 def check_room(claims: Sequence[Claim], nodes: Sequence[Node]) -> None:

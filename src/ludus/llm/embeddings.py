@@ -57,16 +57,14 @@ POOLING: dict[str, Callable[[Any, Any], Any]] = {
     "cls": lambda hidden, mask: hidden[:, 0],
     "mean": lambda hidden, mask: (hidden * mask).sum(1) / mask.sum(1),
     "max": lambda hidden, mask: hidden.masked_fill(mask == 0, -1e9).amax(1),
-    "lasttoken": lambda hidden, mask: hidden[range(len(hidden)), _last(mask)],
+    # the last token of each row: padding may be on either side
+    "lasttoken": lambda hidden, mask: hidden[
+        range(len(hidden)), mask.shape[1] - 1 - mask[:, :, 0].flip(1).argmax(1)
+    ],
 }
 """Poolings by name: of hidden states [B, T, D] and a mask [B, T, 1]."""
 _FLAGS = {"cls_token": "cls", "mean_tokens": "mean", "max_tokens": "max", "lasttoken": "lasttoken"}
 _PARTS = ("Transformer", "Pooling", "Normalize")
-
-
-def _last(mask: Any) -> Any:
-    """Of each row, the position of its last token: padding may be on either side."""
-    return mask.shape[1] - 1 - mask[:, :, 0].flip(1).argmax(1)
 
 
 @dataclass(frozen=True)

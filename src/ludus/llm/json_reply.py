@@ -26,6 +26,7 @@ _DANGLING_COMMA = re.compile(r",(\s*[}\]])")
 _MOST_CHARS = 200_000
 _MOST_TRIES = 200
 _SHOWN_CHARS = 2_000
+_AGAIN = "Answer again, with one JSON value and nothing around it."
 
 
 class UnusableReply(ChatError):
@@ -81,7 +82,10 @@ async def ask_json(
             problem = str(error)
         if reply.is_cut:
             problem += f" (it was cut at {options.max_tokens} tokens: be brief)"
-        asked = [*messages, *_told(reply.text, problem)]
+        # the last answer alone and what is wrong with it: a row of bad examples would be followed
+        said = reply.text[:_SHOWN_CHARS] + (" ..." if len(reply.text) > _SHOWN_CHARS else "")
+        wrong = f"That answer cannot be used: {problem}\n{_AGAIN}"
+        asked = [*messages, Message("assistant", said), Message("user", wrong)]
     if isinstance(model, Forgetting):
         for question in questions:
             await model.forget(question, options)
@@ -89,13 +93,6 @@ async def ask_json(
         f"{model.name} gave no usable answer in {attempts} attempts; the last: {problem}",
         attempts=attempts,
     )
-
-
-def _told(said: str, problem: str) -> list[Message]:
-    """The last answer alone and what is wrong with it: a row of bad examples would be followed."""
-    shown = said if len(said) <= _SHOWN_CHARS else said[:_SHOWN_CHARS] + " ..."
-    text = f"That answer cannot be used: {problem}\nAnswer again, with one JSON value and nothing around it."
-    return [Message("assistant", shown), Message("user", text)]
 
 
 def parse_json(

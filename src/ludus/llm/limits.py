@@ -165,7 +165,10 @@ class LimitedChatModel:
         return self.inner.name
 
     async def chat(self, messages: Sequence[Message], options: ChatOptions = ChatOptions()) -> ChatReply:  # noqa: B008 - frozen
-        estimate = _Estimate(_prompt_tokens(messages), options.max_tokens)
+        chars = sum(len(message.content) for message in messages)
+        images = sum(len(message.media) for message in messages)
+        prompt = 1 + chars // _CHARS_PER_TOKEN + _IMAGE_TOKENS * images  # servers count after the fact
+        estimate = _Estimate(prompt, options.max_tokens)
         waiting = await self._waiting.get()
         async with self._turn(waiting, estimate):
             reply: ChatReply | None = None
@@ -240,12 +243,6 @@ class LimitedChatModel:
         self.usage.prompt_tokens += reply.prompt_tokens
         self.usage.completion_tokens += reply.completion_tokens
         self.usage.money += reply.money
-
-
-def _prompt_tokens(messages: Sequence[Message]) -> int:
-    """About how many; servers count more exactly, after the fact."""
-    chars = sum(len(message.content) for message in messages)
-    return 1 + chars // _CHARS_PER_TOKEN + _IMAGE_TOKENS * sum(len(m.media) for m in messages)
 
 
 _REPLY = TypeAdapter(ChatReply)

@@ -84,7 +84,6 @@ class Member(Generic[W]):
 
     def __init__(self, number: int, worker: W) -> None:
         self.number, self.worker = number, worker
-        """Its place among the workers, counted from 0, and the worker itself."""
         self.started: Any = None
         """Result of its `start`."""
         self.since = 0.0
@@ -271,7 +270,10 @@ class Supervisor(Generic[W]):
     def reasons(self) -> str:
         """Why those that do not serve do not."""
         down = [place for place in self._places if place.member is None or not place.member.is_up]
-        return "; ".join(f"{self.name} {place.number}: {_why(place)}" for place in down)
+        return "; ".join(
+            f"{self.name} {one.number}: {one.member.reason if one.member is not None else one.reason}"
+            for one in down
+        )
 
     def check(self) -> None:
         """`NoWorker` where none will ever serve again."""
@@ -357,7 +359,3 @@ class Supervisor(Generic[W]):
     def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-
-
-def _why(place: _Place[Any]) -> str:
-    return place.member.reason if place.member is not None else place.reason

@@ -24,7 +24,8 @@ _DEEPEST_EXAMPLE = 8
 _MAPS = ("properties", "$defs", "definitions", "patternProperties")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLES = ("items", "additionalProperties", "propertyNames", "contains", "not")
-_FIRST = ("type", "description", "enum", "properties", "required")
+_ORDER = {"type": 0, "description": 1, "enum": 2, "properties": 3, "required": 4}
+"""What a model reads first; anything else follows."""
 _REFERENCE = "#/$defs/"
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "object": dict,
@@ -107,16 +108,22 @@ class _Check:
 
 def referenced(root: Mapping[str, Any], reference: str) -> Any:
     """The schema that a reference names; {}, which allows everything, where there is none."""
-    if not reference.startswith("#"):
+    found = _followed(root, reference) if reference.startswith("#") else None
+    return {} if found is None else found
+
+
+def _followed(found: Any, reference: str) -> Any:
+    """What a reference within a schema leads to, if anything; one by an anchor, which is rare, to {}."""
+    if reference[1:2] not in ("", "/"):
         return {}
-    found: Any = root
-    for step in reference[1:].strip("/").split("/")[:20]:
-        if step:
-            found = (
-                found.get(step.replace("~1", "/").replace("~0", "~"), {})
-                if isinstance(found, Mapping)
-                else {}
-            )
+    for step in reference[1:].split("/")[1:21]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            found = found[int(name)]
+        elif isinstance(found, Mapping) and name in found:
+            found = found[name]
+        else:
+            return None
     return found
 
 
@@ -202,23 +209,8 @@ def _own_mistakes(one: Mapping[str, Any], place: str, root: Mapping[str, Any]) -
         if kind is not None and (not isinstance(kind, str) or kind not in _TYPES):
             yield f"{named}there is no type {kind!r:.80}; there are: {', '.join(sorted(_TYPES))}"
     reference = one.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#") and not _is_there(reference, root):
+    if isinstance(reference, str) and reference.startswith("#") and _followed(root, reference) is None:
         yield f"{named}{reference!r:.120} names nothing in the schema"
-
-
-def _is_there(reference: str, root: Any) -> bool:
-    """Whether a reference leads somewhere; one by an anchor, which is rare, is taken to."""
-    if reference[1:2] not in ("", "/"):
-        return True
-    for step in reference[1:].split("/")[1:]:
-        name = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(root, list) and name.isdecimal() and int(name) < len(root):
-            root = root[int(name)]
-        elif isinstance(root, Mapping) and name in root:
-            root = root[name]
-        else:
-            return False
-    return True
 
 
 def _inner(one: Mapping[str, Any], place: str) -> Iterator[tuple[str, Any]]:
@@ -324,7 +316,7 @@ def _tidied(schema: Json, inline: Mapping[str, Json]) -> Json:
         schema = {**inline[target], **rest}
         return _tidied(schema, inline)
     result: Json = {}
-    for key, value in sorted(schema.items(), key=_reading_order):
+    for key, value in sorted(schema.items(), key=lambda item: _ORDER.get(item[0], len(_ORDER))):
         if key in ("title", "discriminator"):
             continue
         if key in _MAPS:
@@ -338,10 +330,6 @@ def _tidied(schema: Json, inline: Mapping[str, Json]) -> Json:
     if "properties" in result:
         result.setdefault("additionalProperties", False)
     return result
-
-
-def _reading_order(item: tuple[str, Any]) -> int:
-    return _FIRST.index(item[0]) if item[0] in _FIRST else len(_FIRST)
 
 
 def at_path(schema: Json, path: Sequence[str | int]) -> Json:

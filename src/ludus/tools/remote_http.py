@@ -104,12 +104,13 @@ class ToolHttpClient(HttpClient):
         headers = {"Accept": f"{JSON_TYPE}, {STREAM_TYPE}", "Content-Type": JSON_TYPE}
         if token:
             headers["Authorization"] = f"Bearer {token}"
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # half of them at most
         super().__init__(
             headers,
             purpose="calling tools on a server",
             connect_seconds=_CONNECT_SECONDS,
             most_bytes=_MOST_BYTES,
-            limit=_affordable(connections),
+            limit=connections if most == resource.RLIM_INFINITY else min(connections, max(1, most // 2)),
             keepalive_timeout=30.0,
         )
 
@@ -196,12 +197,6 @@ class ToolHttpClient(HttpClient):
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ResponseLost(f"a stream that could not be read: {error}") from error
         raise ResponseLost("a stream that ended too early")
-
-
-def _affordable(connections: int) -> int:
-    """At most half as many as this process may have open files."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return connections if soft == resource.RLIM_INFINITY else min(connections, max(1, soft // 2))
 
 
 class RetryBudget:

@@ -143,7 +143,7 @@ class MCPConnection:
             with_short_results(self._server.streams()),
             mode=mode,
             cache=None,
-            message_handler=self._heard,
+            message_handler=self._note,
             client_info=types.Implementation(name="ludus", version="1"),
         )
         try:
@@ -165,8 +165,7 @@ class MCPConnection:
         finally:
             self._session = None
 
-    async def _heard(self, message: Any) -> None:
-        """A notification."""
+    async def _note(self, message: Any) -> None:
         if isinstance(message, types.ToolListChangedNotification | types.PromptListChangedNotification):
             self._is_stale = True
 
