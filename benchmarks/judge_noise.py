@@ -24,7 +24,7 @@ from typing import Any
 
 import ludus
 from ludus.core import Message, Task
-from ludus.core.chat import ChatOptions, ChatReply
+from ludus.core.generation import ChatOptions, ChatReply
 from ludus.observe import RunFolder
 from ludus.rewards import reward
 from ludus.rewards.judges import Judge, LabelledAnswer, Ruler, measure_agreement

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field, TypeAdapter
 
 from ludus.core import Message
-from ludus.core.chat import ChatOptions
+from ludus.core.generation import ChatOptions
 from ludus.llm import RemoteChatModel, UnusableReply, ask_json, parse_json
 from ludus.llm.json_reply import json_values
 from openai_server import chat, serving

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludus.core import Message
-from ludus.core.chat import ChatOptions, ChatReply
+from ludus.core.generation import ChatOptions, ChatReply
 from ludus.llm import (
     BudgetExceeded,
     CachedChatModel,

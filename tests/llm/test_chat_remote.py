@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ludus.core import ConfigError, Media, Message, ToolCall
-from ludus.core.chat import ChatModel, ChatOptions
+from ludus.core.generation import ChatModel, ChatOptions
 from ludus.llm import ChatError, RemoteChatModel, RetryPolicy, load_chat_model
 from openai_server import OpenAIServer, Raw, chat, cut_off, error, garbage, hang, serving
 

@@ -11,7 +11,7 @@ import pytest
 from rollout_parts import CHATML, hf_tokenizer, play, renderer, rollout, tokenizer
 
 from ludus.core import ConfigError, EngineError, Media, Message, Task
-from ludus.core.chat import ChatModel, ChatOptions
+from ludus.core.generation import ChatModel, ChatOptions
 from ludus.engine import FakeEngine
 from ludus.llm import ChatError, load_chat_model
 from ludus.rewards.judges import Judge, Ruler

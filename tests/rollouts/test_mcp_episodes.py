@@ -10,12 +10,11 @@ from typing import Any
 
 from ludus.chat.formats import load_format
 from ludus.chat.renderer import Renderer
-from ludus.core.audit import AuditRecord
 from ludus.core.failures import Boundary, Fault
 from ludus.core.messages import ToolCall
 from ludus.core.task import Task
 from ludus.core.tokenizer import ByteTokenizer
-from ludus.core.trajectory import Trajectory
+from ludus.core.trajectory import AuditRecord, Trajectory
 from ludus.engine import FakeEngine
 from ludus.observe import AuditLog, read_audit
 from ludus.rewards import Scorer

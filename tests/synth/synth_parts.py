@@ -10,7 +10,7 @@ from typing import Any
 
 from ludus.chat import Renderer, load_format
 from ludus.core import ByteTokenizer, Message, Task, ToolCall, Trajectory
-from ludus.core.chat import ChatOptions, ChatReply
+from ludus.core.generation import ChatOptions, ChatReply
 from ludus.engine import FakeEngine
 from ludus.envs import EnvPool
 from ludus.rewards import Scorer

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 import ludus
 from ludus.cli.main import app
-from ludus.core.chat import ChatOptions
 from ludus.core.failures import LudusError
+from ludus.core.generation import ChatOptions
 from ludus.core.messages import ToolCall
 from ludus.core.task import Task
 from ludus.envs import sandboxed

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from ludus.model.images import ImageProcessor
-from ludus.training.config.cluster import ClusterConfig
+from ludus.training.config.run import ClusterConfig
 from ludus.training.models.sharded import layers_of
 from ludus.training.optim.sharding import RankGroup, ShardedModel, current_group, shard
 from ludus.training.ranks.processes import start_ranks

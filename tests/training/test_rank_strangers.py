@@ -25,7 +25,7 @@ from test_ranks import pids
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from ludus.core import ConfigError, LudusError
-from ludus.training.config.cluster import ClusterConfig
+from ludus.training.config.run import ClusterConfig
 from ludus.training.ranks import store as rank_store
 from ludus.training.ranks import worker as served_rank
 from ludus.training.ranks.processes import RankError, RankProcess, spawn_rank, start_ranks

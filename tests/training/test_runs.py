@@ -507,7 +507,7 @@ def test_an_expert_may_fail_on_some_tasks(tmp_path: Path) -> None:
     result = ludus.train(**settings(tmp_path / "run", warm_start=warm, **tables), **parts)
     assert any("sft/loss" in row for row in result.metrics)
     assert "of 3 of 6 tasks are left out" in RunFolder(tmp_path / "run").log_path.read_text()
-    strict = settings(tmp_path / "strict", warm_start={**warm, "max_failures": 0.4}, **tables)
+    strict = settings(tmp_path / "strict", warm_start=warm, max_failures=0.4, **tables)
     with pytest.raises(LudusError, match=r"no idea.* 3 of 6 tasks failed; max_failures = 0\.4"):
         ludus.train(**strict, **parts)
 

@@ -231,7 +231,7 @@ def pairs_file(folder: Path) -> Path:
 
 def test_preferences_given_in_a_file(tmp_path: Path) -> None:
     """Nothing is played for them, so there need not be tasks or rewards."""
-    given = {"kind": "dpo", "pairs": str(pairs_file(tmp_path)), "steps": 8, "batch": 1, "beta": 1.0,
+    given = {"kind": "dpo", "pairs": str(pairs_file(tmp_path)), "steps": 8, "batch": 1, "loss": {"beta": 1.0},
              "optimizer": RATE}  # fmt: skip
     result = run(tmp_path / "run", given, tasks=None, held_out=None, rewards=None)
     margins = column(result, "dpo/margin")
@@ -443,9 +443,9 @@ def test_how_many_failures_are_too_many_is_a_setting(tmp_path: Path, stage: dict
             await super().run(episode)
 
     how = {"agent": Unlucky(), "tasks": tasks(2), "held_out": None}
-    run(tmp_path / "lenient", {**stage, "max_failures": 0.5}, **how)
+    run(tmp_path / "lenient", stage, max_failures=0.5, **how)
     with pytest.raises(LudusError, match=r"more than max_failures = 0\.4 allows.*no luck"):
-        run(tmp_path / "strict", {**stage, "max_failures": 0.4}, **how)
+        run(tmp_path / "strict", stage, max_failures=0.4, **how)
 
 
 def test_failures_of_an_evaluation_stage_count_by_the_recipes_setting(tmp_path: Path) -> None:
@@ -585,7 +585,7 @@ def test_task_sets_with_their_own_tools_and_rewards(tmp_path: Path, pieces: str)
             r"stage\.0\.kind.*'sft', 'rl', 'dpo', 'rejection', 'distill', 'eval'.*'rlhf'",
         ),
         ({"stage": [{"steps": 3}]}, r"stage\.0.*kind"),
-        ({"stage": [RL, {**DPO, "betta": 1}]}, r"stage\.1\.betta: unknown key; did you mean 'beta'"),
+        ({"stage": [RL, {**DPO, "marginn": 1}]}, r"stage\.1\.marginn: unknown key; did you mean 'margin'"),
         (
             {"stage": [{**RL, "critic": {"warmup": 1}}]},
             r"stage\.0\.critic\.warmup: unknown key; did you mean 'warmup_steps'",

@@ -14,9 +14,8 @@ from training_helpers import TINY, expert, tasks
 import ludus
 from ludus.cli.check.recipe import recipe_findings
 from ludus.training import Recipe
-from ludus.training.config.recipe import STAGE_CONFIGS
+from ludus.training.config.recipe import STAGE_CONFIGS, rate_notes, with_usual_settings
 from ludus.training.config.stages import CRITIC_RATES
-from ludus.training.config.usual import rate_notes, with_usual_settings
 
 SCRATCH = {"scratch": {"layers": 1, "width": 32}}
 FULL, LORA = {"name": "smollm2"}, {"name": "smollm2", "lora": {}}

@@ -29,7 +29,7 @@ from ludus.observe import Cell, ReportTable, RunFolder, atomic_write, numbered_f
 from ludus.tools.mcp import MCPServerConfig, mcp_tools
 
 if TYPE_CHECKING:
-    from ludus.core.chat import ChatModel
+    from ludus.core.generation import ChatModel
     from ludus.synth.scenarios import ScenarioSet
 
 SCENARIOS, RECIPE, REPORT, RUN, ANSWERS = (

@@ -14,10 +14,9 @@ from rich.text import Text
 
 from ludus.cli.eval import load
 from ludus.cli.options import stopped_says, until_told
-from ludus.core.chat import ChatModel
 from ludus.core.config import apply_overrides
 from ludus.core.failures import ConfigError
-from ludus.core.generation import Sampling
+from ludus.core.generation import ChatModel, Sampling
 from ludus.core.messages import Json
 from ludus.core.task import Task
 from ludus.core.tokenizer import ByteTokenizer

@@ -1,18 +1,19 @@
-"""The interface of an engine: what it is asked (`Sampling`) and what it answers (`Completion`)."""
+"""The interfaces of models: `Engine` continues tokens, `ChatModel` answers messages with text."""
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import StrEnum
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ludus.core.failures import EngineError
-from ludus.core.messages import MediaSpan
+from ludus.core.messages import MediaSpan, Message
 
 if TYPE_CHECKING:
     import numpy as np
@@ -262,3 +263,51 @@ class Engine(ABC):
 
         Safe more than once.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """How to answer."""
+
+    max_tokens: int = 1024
+    temperature: float = 0.0
+    seed: int | None = None
+    wants_json: bool = False
+    """Ask the server for a JSON object where it can promise one; the answer is checked all the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatReply:
+    """An answer, and what it took."""
+
+    text: str
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    money: float = 0.0
+    """By the prices that were given."""
+    is_cut: bool = False
+    """Whether it ended at `max_tokens`."""
+    is_cached: bool = False
+    """Whether it was found instead of asked for, and cost nothing."""
+
+
+@runtime_checkable
+class ChatModel(Protocol):
+    """Something that answers messages in text: what judges, synthesis and simulated users ask.
+
+    It is behind an address (`ludus.llm`), or the policy itself (`EngineChatModel`). Nothing is trained on it.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name of the model in reports, logs and cache keys."""
+
+    async def chat(self, messages: Sequence[Message], options: ChatOptions = ...) -> ChatReply:
+        """Answer; raises `InfraError` where no answer can be had."""
+
+    async def close(self) -> None:
+        """Release connections; safe to call twice."""
+
+
+policy_model: ContextVar[ChatModel | None] = ContextVar("policy_model", default=None)
+"""The model that is trained or evaluated, while its episodes are scored; None outside of a run."""

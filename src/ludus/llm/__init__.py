@@ -1,7 +1,7 @@
 """Language models that are asked, and not trained: over OpenAI-compatible addresses, with limits and a cache.
 
-`load_chat_model` makes a `ludus.core.chat.ChatModel` of an address or a table, `ask_json` gets checked data out
-of one. Judges, rubrics and synthesis use nothing else.
+`load_chat_model` makes a `ChatModel` of an address or a table, `ask_json` gets checked data out of one. Judges,
+rubrics and synthesis use nothing else.
 """
 
 from ludus.llm.config import ChatModelConfig, load_chat_model

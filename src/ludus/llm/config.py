@@ -12,9 +12,9 @@ from typing import Any
 
 from pydantic import Field
 
-from ludus.core.chat import ChatModel, ChatOptions, ChatReply, policy_model
 from ludus.core.config import Config, Place, cache_folder, toml_table
 from ludus.core.failures import ConfigError
+from ludus.core.generation import ChatModel, ChatOptions, ChatReply, policy_model
 from ludus.core.messages import Message
 from ludus.core.registry import Registry
 from ludus.llm.http import Address, ModelServerClient, is_address

@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from pydantic import TypeAdapter
 
-from ludus.core.chat import ChatModel, ChatOptions, ChatReply
+from ludus.core.generation import ChatModel, ChatOptions, ChatReply
 from ludus.core.messages import Message
 from ludus.core.strict_json import decode
 from ludus.llm.remote import ChatError

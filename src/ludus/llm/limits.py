@@ -22,7 +22,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from pydantic import TypeAdapter
 
-from ludus.core.chat import ChatModel, ChatOptions, ChatReply
+from ludus.core.generation import ChatModel, ChatOptions, ChatReply
 from ludus.core.messages import Message
 from ludus.core.strict_json import decode
 from ludus.llm.remote import ChatError

@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
-from ludus.core.chat import ChatOptions, ChatReply
 from ludus.core.failures import Boundary, InfraError
+from ludus.core.generation import ChatOptions, ChatReply
 from ludus.core.messages import Json, Media, Message
 from ludus.llm.http import Address, ModelServerClient, checked_text, first_choice, refusal, token_count
 from ludus.remote.client import BadResponse, RequestFailed, RetryPolicy

@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from ludus.core.audit import AuditRecord
 from ludus.core.messages import Json
+from ludus.core.trajectory import AuditRecord
 
 AUDIT = "audit.jsonl"
 _MOST_ARGUMENTS = 4_000

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ludus.chat.renderer import Renderer, warn_of_unseen
-from ludus.core.audit import Audit
 from ludus.core.failures import Aborted, ConfigError
 from ludus.core.generation import FinishReason
 from ludus.core.images import ImageError
@@ -22,6 +21,7 @@ from ludus.core.messages import Media, Message, ToolCall, ToolContext, ToolResul
 from ludus.core.random import key
 from ludus.core.task import Task
 from ludus.core.trajectory import (
+    Audit,
     EnvRender,
     Segment,
     SegmentKind,

@@ -20,10 +20,19 @@ from typing import Any
 from pydantic import Field
 
 from ludus.chat.renderer import Renderer
-from ludus.core.chat import ChatModel, ChatOptions, ChatReply, policy_model
 from ludus.core.config import Config
 from ludus.core.failures import EngineError, LudusError
-from ludus.core.generation import Completion, Engine, FinishReason, OnTokens, Sampling
+from ludus.core.generation import (
+    ChatModel,
+    ChatOptions,
+    ChatReply,
+    Completion,
+    Engine,
+    FinishReason,
+    OnTokens,
+    Sampling,
+    policy_model,
+)
 from ludus.core.images import ImageError
 from ludus.core.messages import MediaSpan, Message, ToolCall
 from ludus.core.random import key

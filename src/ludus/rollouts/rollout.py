@@ -20,7 +20,6 @@ from functools import partial
 from typing import Any, get_args
 
 from ludus.chat.renderer import Renderer
-from ludus.core.audit import Audit
 from ludus.core.failures import (
     Aborted,
     Boundary,
@@ -36,7 +35,15 @@ from ludus.core.generation import Engine, Sampling
 from ludus.core.messages import IMAGE_MARK, Media, Message, ToolContext, ToolSet
 from ludus.core.random import key
 from ludus.core.task import Task
-from ludus.core.trajectory import EnvRender, Group, StopReason, TimeSpan, TokenSequence, Trajectory
+from ludus.core.trajectory import (
+    Audit,
+    EnvRender,
+    Group,
+    StopReason,
+    TimeSpan,
+    TokenSequence,
+    Trajectory,
+)
 from ludus.core.user_code import log_once
 from ludus.envs import (
     EnvAccess,

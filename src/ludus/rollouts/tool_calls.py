@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from ludus.core.audit import Audit, AuditRecord, legality_of
 from ludus.core.failures import Fault, InfraError
 from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSet, ToolSpec
-from ludus.core.trajectory import Trajectory, spans_of
+from ludus.core.trajectory import Audit, AuditRecord, Trajectory, legality_of, spans_of
 from ludus.remote.threads import run_all, run_sync
 from ludus.remote.time_limit import recorded_wait
 from ludus.rollouts.recorder import Budgets

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from ludus.core.chat import ChatModel, ChatOptions, ChatReply
+from ludus.core.generation import ChatModel, ChatOptions, ChatReply
 from ludus.core.messages import Json, Message
 from ludus.llm import ask_json
 from ludus.synth.result import current_cost

@@ -14,7 +14,7 @@ from typing import Annotated
 from pydantic import BaseModel, Field
 
 from ludus.chat.renderer import Renderer
-from ludus.core.chat import ChatModel, ChatOptions
+from ludus.core.generation import ChatModel, ChatOptions
 from ludus.core.messages import Message
 from ludus.core.random import key
 from ludus.core.task import Task

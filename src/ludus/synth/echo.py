@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from ludus.core.chat import ChatModel, ChatOptions
 from ludus.core.failures import ConfigError
+from ludus.core.generation import ChatModel, ChatOptions
 from ludus.core.random import key
 from ludus.core.registry import load_reference
 from ludus.core.task import Task

@@ -16,8 +16,8 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from ludus.core.chat import ChatModel, ChatOptions
 from ludus.core.failures import ConfigError
+from ludus.core.generation import ChatModel, ChatOptions
 from ludus.core.messages import Json, Message, ToolSpec
 from ludus.core.random import key
 from ludus.core.task import Task

@@ -25,10 +25,9 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from pydantic import Field
 
-from ludus.core.chat import ChatModel
 from ludus.core.config import Config
 from ludus.core.failures import ConfigError, Failure, InfraError, LudusError, most_frequent_failure
-from ludus.core.generation import Sampling
+from ludus.core.generation import ChatModel, Sampling
 from ludus.core.random import key
 from ludus.core.registry import Registry
 from ludus.core.task import Task

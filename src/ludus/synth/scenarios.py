@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, Field, TypeAdapter
 
-from ludus.core.chat import ChatModel, ChatOptions
+from ludus.core.generation import ChatModel, ChatOptions
 from ludus.core.messages import Json, Message, ToolCall, ToolContext, ToolResult, ToolSet, ToolSpec
 from ludus.core.random import key, shuffled
 from ludus.core.strict_json import decode

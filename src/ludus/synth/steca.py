@@ -17,8 +17,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
-from ludus.core.chat import ChatModel, ChatOptions
-from ludus.core.generation import Completion
+from ludus.core.generation import ChatModel, ChatOptions, Completion
 from ludus.core.messages import Json, Message, ToolCall
 from ludus.core.random import key
 from ludus.core.registry import load_reference

@@ -29,7 +29,6 @@ from ludus.remote.main_loop import run_coroutine
 from ludus.remote.threads import frozen_gc
 from ludus.rollouts.agent import Agent, Expert
 from ludus.training.checkpoint import checkpoint_to_resume, replayed_recipe, resumed_recipe
-from ludus.training.config.cluster import launched_rank
 from ludus.training.config.parts import (
     Parts,
     check_rebuilt,
@@ -38,10 +37,9 @@ from ludus.training.config.parts import (
     resolve_part,
     task_set_specs,
 )
-from ludus.training.config.paths import beside, with_absolute_paths
-from ludus.training.config.recipe import AGAIN, Recipe
-from ludus.training.config.recipe_files import find_recipe, refuse_empty
-from ludus.training.config.usual import rate_notes, with_usual_settings
+from ludus.training.config.recipe import AGAIN, Recipe, rate_notes, with_usual_settings
+from ludus.training.config.recipe_files import beside, find_recipe, refuse_empty, with_absolute_paths
+from ludus.training.config.run import launched_rank
 from ludus.training.data.conversations import Conversation
 from ludus.training.evaluation.evaluate import Evaluation, find_model, measure_sets
 from ludus.training.loop import OnStep, Trainer

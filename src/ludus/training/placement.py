@@ -23,10 +23,10 @@ from ludus.rewards.scores import RewardTraits, StatefulReward
 from ludus.tools import Tool
 from ludus.tools.hosting import ToolReference
 from ludus.tools.library import tools_named
-from ludus.training.config.cluster import launched_rank
 from ludus.training.config.parts import Parts, has_own_sets
-from ludus.training.config.paths import with_absolute_paths
 from ludus.training.config.recipe import Recipe
+from ludus.training.config.recipe_files import with_absolute_paths
+from ludus.training.config.run import launched_rank
 from ludus.training.models.loading import device_of
 from ludus.training.ranks.processes import RankLauncher
 

@@ -65,7 +65,7 @@ def recipe_findings(
     recipe = load_recipe(path, overrides)
     parts = load_parts(recipe)
     # torch and transformers are imported from here on: mistakes in the recipe are reported before
-    from ludus.training.config.usual import rate_notes, with_usual_settings
+    from ludus.training.config.recipe import rate_notes, with_usual_settings
     from ludus.training.early_end import idle_patience
     from ludus.training.models.loading import check_source
     from ludus.training.preflight import check_engines, check_parts, check_servers

@@ -27,8 +27,8 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, Field
 
-from ludus.core.chat import ChatModel, ChatOptions
 from ludus.core.failures import ConfigError
+from ludus.core.generation import ChatModel, ChatOptions
 from ludus.core.messages import Media, Message
 from ludus.core.task import Task
 from ludus.core.trajectory import StopReason, Trajectory

@@ -23,9 +23,9 @@ from typing import Any
 
 from pydantic import Field
 
-from ludus.core.chat import ChatModel, ChatOptions
 from ludus.core.config import Place, toml_text
 from ludus.core.failures import ConfigError, LudusError
+from ludus.core.generation import ChatModel, ChatOptions
 from ludus.core.messages import Json, Message
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory, is_success

@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from ludus.core.chat import ChatModel, ChatOptions
 from ludus.core.failures import ConfigError
+from ludus.core.generation import ChatModel, ChatOptions
 from ludus.core.messages import Json, Message, ToolCall, ToolSpec
 from ludus.core.random import key, shuffled
 from ludus.core.task import Task

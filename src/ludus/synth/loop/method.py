@@ -17,10 +17,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from ludus.core.chat import ChatModel, ChatOptions
 from ludus.core.config import Place
 from ludus.core.failures import ConfigError, LudusError
-from ludus.core.generation import HOTTEST
+from ludus.core.generation import HOTTEST, ChatModel, ChatOptions
 from ludus.core.messages import Json, ToolSpec
 from ludus.core.random import key, shuffled
 from ludus.core.registry import load_reference

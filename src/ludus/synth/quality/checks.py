@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel
 
-from ludus.core.chat import ChatModel
+from ludus.core.generation import ChatModel
 from ludus.core.messages import Message, ToolCall, ToolSpec
 from ludus.core.random import key, shuffled
 from ludus.core.task import Task

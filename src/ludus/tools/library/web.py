@@ -24,8 +24,8 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin, urlsplit
 
-from ludus.core.chat import ChatOptions
 from ludus.core.failures import Boundary, ConfigError, InfraError, ToolFault
+from ludus.core.generation import ChatOptions
 from ludus.core.messages import Json, Message
 from ludus.llm import RemoteChatModel
 from ludus.remote.client import ConnectionFailed, HttpClient, RetryPolicy, load_aiohttp, retry_after

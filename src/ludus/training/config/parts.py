@@ -10,11 +10,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from ludus.core.audit import Audit
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Message
 from ludus.core.registry import Registry, load_reference
 from ludus.core.task import Task
+from ludus.core.trajectory import Audit
 from ludus.envs import Env, env_name, load_env
 from ludus.rewards import build_group_reward, build_reward
 from ludus.rewards.scorer import rewards_by_name
@@ -25,8 +25,8 @@ from ludus.rollouts.workflows import with_workflows
 from ludus.tools.library import build_toolset, tools_named
 from ludus.tools.mcp import is_mcp
 from ludus.training.config.agent import TaskSetConfig
-from ludus.training.config.paths import COMMAND
 from ludus.training.config.recipe import Recipe
+from ludus.training.config.recipe_files import COMMAND
 from ludus.training.config.stages import SFTConfig
 from ludus.training.data.conversations import Conversation, parse_conversations, read_conversations
 

@@ -9,22 +9,24 @@ from typing import Annotated, Any, get_args
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from ludus.algos.specs import ALGORITHMS
 from ludus.core.config import Config
 from ludus.engine import EngineConfig
 from ludus.rollouts.recorder import Budgets
 from ludus.training.config.agent import AgentConfig, TasksConfig, TaskSetConfig
-from ludus.training.config.cluster import ClusterConfig
 from ludus.training.config.model import ModelConfig
-from ludus.training.config.rl import RLConfig
+from ludus.training.config.rl import CriticConfig, RLConfig
 from ludus.training.config.rl_checks import check_followed_metrics, check_overlong
-from ludus.training.config.run import EvaluationConfig, RunConfig, SamplingConfig
+from ludus.training.config.run import ClusterConfig, EvaluationConfig, RunConfig, SamplingConfig
 from ludus.training.config.stages import (
+    CRITIC_RATES,
     BaseStageConfig,
     DistillationConfig,
     EvaluationStageConfig,
     PreferenceConfig,
     RejectionConfig,
     SFTConfig,
+    UsualRates,
 )
 
 StageConfig = Annotated[
@@ -236,3 +238,62 @@ def stage_ends(recipe: Recipe, *, learning: bool = True) -> set[int]:
     """The steps with which the stages end that learn, or (`learning=False`) that do not."""
     ends = accumulate(stage.total_steps for stage in recipe.stages)
     return {end for end, stage in zip(ends, recipe.stages, strict=True) if stage.learns == learning}
+
+
+# Defaults that depend on the model: decided and printed when a run begins. A learning rate that suits a model
+# made from scratch ruins a pretrained one. What was decided is in recipe.json, by which a run is resumed.
+
+
+def with_usual_settings(recipe: Recipe) -> Recipe:
+    """The recipe with a learning rate for all that learns, and a critic where an algorithm needs one."""
+    return recipe.with_stages(_with_usual(one, recipe) for one in recipe.stages)
+
+
+def _with_usual(stage: StageConfig, recipe: Recipe) -> StageConfig:
+    if isinstance(stage, EvaluationStageConfig) or stage.usual_rates is None:
+        return stage
+    model = recipe.model
+    update: dict[str, object] = {"optimizer": stage.optimizer.for_model(stage.usual_rates, model)}
+    if isinstance(stage, RLConfig) and (stage.critic is not None or _needs_critic(stage)):
+        update["critic"] = (stage.critic or CriticConfig()).for_model(model, stage.steps)
+    return stage.model_copy(update=update)
+
+
+def _needs_critic(stage: RLConfig) -> bool:
+    if not stage.steps:
+        return False
+    if (spec := ALGORITHMS.get(stage.algorithm.name or "")) is not None:
+        return spec.has_critic
+    from ludus.algos import Need, load_algorithm  # torch comes with it
+
+    return Need.CRITIC in load_algorithm(**stage.algorithm_settings).needs
+
+
+def rate_notes(recipe: Recipe) -> list[str]:
+    """The learning rates of a recipe in which they are decided, and whether they are usual, for what."""
+    notes: list[str] = []
+    for where, stage in recipe.named_stages:
+        if (
+            isinstance(stage, EvaluationStageConfig)
+            or stage.usual_rates is None
+            or not stage.total_steps
+        ):
+            continue
+        notes.append(_note(where, stage.optimizer.peak_rate, stage.usual_rates, recipe))
+        if isinstance(stage, RLConfig) and stage.critic is not None:
+            rate = stage.critic.optimizer.peak_rate
+            notes.append(_note(f"{where}.critic", rate, CRITIC_RATES, recipe))
+    return notes
+
+
+def _note(where: str, rate: float, usual: UsualRates, recipe: Recipe) -> str:
+    model = recipe.model
+    if model.lora is not None:
+        what = "an adapter (LoRA)"
+    else:
+        what = (
+            "a model made from scratch" if model.is_from_scratch else "all weights of a pretrained model"
+        )
+    expected = usual.of(model)
+    than = f"usual for {what}" if rate == expected else f"as written; usual for {what}: {expected:g}"
+    return f"learning rate of {where}: {rate:g} ({than})"

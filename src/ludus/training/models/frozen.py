@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import cache
 
 from ludus.chat import Renderer, load_format
-from ludus.core.chat import ChatOptions, ChatReply
+from ludus.core.generation import ChatOptions, ChatReply
 from ludus.core.messages import Message
 from ludus.engine import EmbeddedEngine, EngineConfig
 from ludus.model import use_ludus_attention

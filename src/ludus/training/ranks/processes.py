@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from ludus.core.failures import ConfigError, LudusError
-from ludus.training.config.cluster import ClusterConfig, launched_rank
+from ludus.training.config.run import ClusterConfig, launched_rank
 from ludus.training.optim.sharding import (
     PeerFailed,
     RankGroup,
