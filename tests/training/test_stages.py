@@ -585,7 +585,10 @@ def test_task_sets_with_their_own_tools_and_rewards(tmp_path: Path, pieces: str)
             r"stage\.0\.kind.*'sft', 'rl', 'dpo', 'rejection', 'distill', 'eval'.*'rlhf'",
         ),
         ({"stage": [{"steps": 3}]}, r"stage\.0.*kind"),
-        ({"stage": [RL, {**DPO, "marginn": 1}]}, r"stage\.1\.marginn: unknown key; did you mean 'margin'"),
+        (
+            {"stage": [RL, {**DPO, "marginn": 1}]},
+            r"stage\.1\.marginn: unknown key; did you mean 'margin'",
+        ),
         (
             {"stage": [{**RL, "critic": {"warmup": 1}}]},
             r"stage\.0\.critic\.warmup: unknown key; did you mean 'warmup_steps'",
