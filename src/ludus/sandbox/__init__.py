@@ -15,8 +15,15 @@ from ludus.sandbox.config import (
     SessionLost,
 )
 from ludus.sandbox.result import Execution, Outcome
-from ludus.sandbox.sandbox import Sandbox, close_shared_sandboxes, shared_sandbox
-from ludus.sandbox.session import Layers, SandboxBackend, Session, Snapshot
+from ludus.sandbox.sandbox import (
+    Layers,
+    Sandbox,
+    SandboxBackend,
+    Session,
+    Snapshot,
+    close_shared_sandboxes,
+    shared_sandbox,
+)
 
 __all__ = [
     "CannotFork",

@@ -48,7 +48,7 @@ from ludus.sandbox.containers.execution import (
 )
 from ludus.sandbox.guest.interpreter import SHELL_SCRIPT
 from ludus.sandbox.result import Execution, Outcome
-from ludus.sandbox.session import (
+from ludus.sandbox.sandbox import (
     Layers,
     SandboxBackend,
     Session,

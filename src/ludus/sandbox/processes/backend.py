@@ -26,7 +26,7 @@ from ludus.sandbox.processes.isolation import ProcessLayers, prepare
 from ludus.sandbox.processes.session import ProcessSession
 from ludus.sandbox.processes.worker import SandboxWorker
 from ludus.sandbox.result import Execution
-from ludus.sandbox.session import Files, SandboxBackend, Session
+from ludus.sandbox.sandbox import Files, SandboxBackend, Session
 
 _STARTING_SECONDS = 0.03
 """Longer than a program takes to start in a slot; 0.1 halves the rate of programs that sleep or wait."""

@@ -35,7 +35,7 @@ from ludus.sandbox.processes.guest_process import GuestProcess
 from ludus.sandbox.processes.namespaces import subordinate_ids
 from ludus.sandbox.processes.session import ProcessSession
 from ludus.sandbox.processes.worker import SandboxWorker
-from ludus.sandbox.session import Layers
+from ludus.sandbox.sandbox import Layers
 
 _log = logging.getLogger(__name__)
 

@@ -38,7 +38,7 @@ from ludus.sandbox.result import (
     looks_killed,
     unfinished,
 )
-from ludus.sandbox.session import Session, Snapshot, checked_argv, encode_argument, finishes
+from ludus.sandbox.sandbox import Session, Snapshot, checked_argv, encode_argument, finishes
 
 _GRACE_SECONDS = 0.5
 _MOST_SOURCE = 4 << 20
