@@ -13,6 +13,7 @@ from pathlib import Path
 from ludus.core.config import read_toml
 from ludus.core.failures import ConfigError, LudusError
 from ludus.sandbox import CannotFork, Limits, Outcome, Sandbox, SandboxConfig
+from ludus.sandbox.config import BACKENDS
 from ludus.sandbox.containers.backend import ContainerBackend
 
 Findings = list[tuple[str, str]]
@@ -60,7 +61,9 @@ async def _tier_findings() -> Findings:
     kubectl = (
         "kubectl is installed; try it by --config" if shutil.which("kubectl") else "no kubectl here"
     )
-    return [*found, ("info", f"tier kubernetes: {kubectl}")]
+    found.append(("info", f"tier kubernetes: {kubectl}"))
+    others = sorted(BACKENDS.keys() - {"process", "docker", "podman", "kubernetes"})
+    return [*found, *(("info", f"tier {name}: registered; try it by --config") for name in others)]
 
 
 async def _container_findings(config: SandboxConfig) -> Findings:
