@@ -600,7 +600,7 @@ def test_long_lists_of_tools_and_long_names_do_not_fill_the_memory():
     for number in range(300):
         renderer.prompt([Message("user", f"{number}?")], tools)
         renderer.observation([], [Message("tool", "x", name="n" * 5000, tool_call_id=f"{number}")])
-    cache = renderer._cache._kept
+    cache = renderer._cache
     assert 0 < cache._total <= MOST_BYTES
     assert sum(len(tokens) for tokens in cache._kept.values()) * 4 <= MOST_BYTES
     assert all("n" * 5000 not in repr(key) for key in cache._kept)

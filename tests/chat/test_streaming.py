@@ -280,7 +280,7 @@ def test_what_is_decided_is_shown_and_nothing_else(format: str, text: str, shown
 
 
 def test_a_format_that_does_not_say_what_is_certain_is_held_back() -> None:
-    from ludus.chat.formats.hermes import HermesFormat
+    from ludus.chat.formats.json_calls import HermesFormat
 
     class Own(HermesFormat):
         def certain(self, body: str) -> int:

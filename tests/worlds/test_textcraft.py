@@ -14,8 +14,14 @@ pytest.importorskip("minecraft_data", reason="needs ludus-rl[textcraft]")
 
 from ludus.rollouts.rollout import tools_of
 from ludus.worlds.textcraft import TextCraft, expert, held_out_tasks, success, training_tasks
-from ludus.worlds.textcraft.book import CraftingRecipe, load_book, make_book
-from ludus.worlds.textcraft.game import CraftingGame, parse_command, plan
+from ludus.worlds.textcraft.game import (
+    CraftingGame,
+    CraftingRecipe,
+    load_book,
+    make_book,
+    parse_command,
+    plan,
+)
 
 COMMANDS = (
     "craft 4 oak planks using 1 oak logs",

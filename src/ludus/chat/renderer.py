@@ -103,7 +103,8 @@ class Renderer:
         self.images = images_of(tokenizer)
         """How images are shown; None for a model that reads text only."""
         self._template = SafeTemplate(tokenizer)
-        self._cache = RenderCache()
+        self._cache: LruCache[array[int]] = LruCache(MOST_BYTES, _bytes)
+        """Short conversations: many episodes share tools and prompt, and read the same short results."""
         self._bound: LruCache[Self | None] = LruCache(MOST_BOUND)
         self.features = probe(self._template, format)
         self.end_of_turn = self._find_end_of_turn()
@@ -131,7 +132,7 @@ class Renderer:
         self._refuse_special_tags(format)
         made = copy.copy(self)
         made.format = format
-        made._cache, made._bound = RenderCache(), LruCache(MOST_BOUND)
+        made._cache, made._bound = LruCache(MOST_BYTES, _bytes), LruCache(MOST_BOUND)
         return made
 
     @property
@@ -192,7 +193,19 @@ class Renderer:
             conversation, native = self._conversation(messages, tools)
             return self._template.tokens(conversation, native, True)
 
-        return self._cache.tokens("prompt", made, tools, render)
+        return self._cached("prompt", made, tools, render)
+
+    def _cached(
+        self,
+        kind: str,
+        entries: Sequence[ChatEntry],
+        tools: Sequence[ToolSpec],
+        render: Callable[[], list[int]],
+    ) -> list[int]:
+        if sum(len(piece.text) for entry in entries for piece in entry.all_pieces()) > MOST_CHARACTERS:
+            return render()
+        key = (kind, tuple(entries), tools_key(tools))
+        return list(self._cache.get(key, lambda: array("i", render())))
 
     def observation(
         self,
@@ -223,7 +236,7 @@ class Renderer:
         new = chat_entries(messages, self.format, self.features)
         # Tools stand at the front, which is cut off here: any tool will do, and a small one is quick.
         native = [TOOL] if tools and self.features.native_tools else []
-        rest = self._cache.tokens("rest", new, native, lambda: self._rest_of_turn(new, native))
+        rest = self._cached("rest", new, native, lambda: self._rest_of_turn(new, native))
         return self._without_sampled_end(action, rest)
 
     def _inline_results(self, action: Sequence[int], messages: Sequence[Message]) -> Sequence[Message]:
@@ -310,16 +323,13 @@ class Renderer:
         opened, lead = ("", "") if turn else (self.features.opens_thinking, self.features.lead)
         calls = self.turns == "inline" and bool(self.format.parse(text).calls)
         if calls:
-            text += "" if text.endswith(self.format.stops) else self._end_of_call(text)
+            stops = self.format.stops  # one may have a line break after the end of a call
+            text += "\n" if not text.endswith(stops) and f"{text}\n".endswith(stops) else ""
         elif (opened and not text.startswith(THINK[0])) or (is_thinking(turn) and THINK[1] not in text):
             text = f"{opened}\n{THINK[1]}\n\n{text}"  # a thought is open: it is closed first
         pieces = split_at_marks(lead + text.removeprefix(opened), (*THINK, *self.format.marks))
         tokens = self._template.encode_pieces(pieces)
         return tokens if calls or self.end_of_turn is None else [*tokens, self.end_of_turn]
-
-    def _end_of_call(self, text: str) -> str:
-        """The line break that a stop string has after the end of a call."""
-        return "\n" if f"{text}\n".endswith(self.format.stops) else ""
 
     def _find_end_of_turn(self) -> int | None:
         """The stop token that the template writes after an assistant's text, if it does."""
@@ -380,26 +390,6 @@ def _refuse_unreachable(format: ActionFormat, tools: Sequence[ToolSpec]) -> None
         raise ConfigError(message)
     if lost:
         log.warning("%s", message)
-
-
-class RenderCache:
-    """Tokens of short conversations: many episodes share tools and prompt, and read the same short results."""
-
-    def __init__(self) -> None:
-        self._kept: LruCache[array[int]] = LruCache(MOST_BYTES, _bytes)
-
-    def tokens(
-        self,
-        kind: str,
-        entries: Sequence[ChatEntry],
-        tools: Sequence[ToolSpec],
-        render: Callable[[], list[int]],
-    ) -> list[int]:
-        """The cached result of `render` for these entries and tools."""
-        if sum(len(piece.text) for entry in entries for piece in entry.all_pieces()) > MOST_CHARACTERS:
-            return render()
-        key = (kind, tuple(entries), tools_key(tools))
-        return list(self._kept.get(key, lambda: array("i", render())))
 
 
 def _bytes(tokens: array[int]) -> int:

@@ -53,7 +53,7 @@ from ludus.remote.threads import (
     WorkerError,
     set_own_thread,
 )
-from ludus.tools import LocalTools, Tool
+from ludus.tools import FunctionTool, LocalTools, Tool
 
 # In our process -------------------------------------------------------------------------------------
 
@@ -284,7 +284,7 @@ class _Host:
         names = {name for base in kind.__mro__ for name in vars(base) if not name.startswith("_")}
         found = {name: getattr(kind, name) for name in names}
         methods = {
-            name: inspect.iscoroutinefunction(getattr(one, "function", one))
+            name: inspect.iscoroutinefunction(one.function if isinstance(one, FunctionTool) else one)
             for name, one in found.items()
             if callable(one)
         }

@@ -26,7 +26,7 @@ from ludus.core.trajectory import Trajectory, is_success
 from ludus.core.user_code import error_with_location
 from ludus.engine import FakeEngine
 from ludus.envs import EnvPool, call_env
-from ludus.envs.env import is_own
+from ludus.envs.env import Isolation, is_own
 from ludus.envs.world import ExpertMoves, next_move
 from ludus.remote.threads import DeadlineExceeded, run_sync
 from ludus.rewards import Scorer
@@ -124,6 +124,8 @@ class EnvContract:
     """For each clause."""
     tools: ToolSet | None = None
     """Tools of the agent where there is no environment."""
+    isolation: Isolation | None = None
+    """Where instances live; as their class says when left out."""
     pool: EnvPool | None = field(init=False, default=None)
     _stuck: str = field(init=False, default="")
     """The error of an expert that does not return, once known: no further clause waits for it."""
@@ -132,7 +134,8 @@ class EnvContract:
 
     def __post_init__(self) -> None:
         if self.factory is not None:
-            self.pool = EnvPool(self.factory, name=self.name, size=max(self.instances, 4))
+            size = max(self.instances, 4)
+            self.pool = EnvPool(self.factory, name=self.name, size=size, isolation=self.isolation)
         elif self.tools is None:
             raise ConfigError(f"{self.name!r} has neither an environment nor tools")
         if not self.tasks:
@@ -486,6 +489,7 @@ async def check_env(
     actions: Sequence[Action] | None = None,
     *,
     name: str = "env",
+    isolation: Isolation | None = None,
 ) -> list[Clause]:
     """What is broken or worth a warning in one episode of an environment; an empty list means nothing.
 
@@ -493,7 +497,7 @@ async def check_env(
     task (None) it is reset with an empty one, which many cannot begin with: that is said then.
     """
     tasks = [] if task is None else [task]
-    contract = EnvContract(factory, tasks, name, actions, max_turns=_FEW_TURNS)
+    contract = EnvContract(factory, tasks, name, actions, max_turns=_FEW_TURNS, isolation=isolation)
     found = [one async for one in contract.clauses((*LOOK, *_COMPARED, "close twice"))]
     return [
         replace(one, verdict=Verdict.WARNING) if one.name in _COMPARED and one.ok is False else one

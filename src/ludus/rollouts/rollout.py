@@ -196,11 +196,8 @@ class Rollout:
                 trajectory.stop = StopReason.ABORTED
             except InfraError as error:
                 if error.boundary is Boundary.DEADLINE and self.zero_over_time:
-                    trajectory.stop, trajectory.rewards, trajectory.reward = (
-                        StopReason.MAX_SECONDS,
-                        {},
-                        0.0,
-                    )
+                    trajectory.stop = StopReason.MAX_SECONDS
+                    trajectory.rewards, trajectory.reward = {}, 0.0
                     break
                 _fail(trajectory, Failure.of(error, error.boundary, trial + 1))
                 if not error.replay or error.boundary is Boundary.REWARD:
@@ -212,11 +209,11 @@ class Rollout:
                 _fail(trajectory, Failure.of(error, Boundary.AGENT, trial + 1))
                 break
             finally:
-                if trajectory.failure is not None:
-                    log.info("task %s, attempt %d: %s", task.id, attempt, trajectory.failure)
-                trajectory.seconds["total"] = time.perf_counter() - started
-                if trajectory.failure is not None:
-                    lost.append(_lost_span(trajectory.failure, started, began))
+                trajectory.seconds["total"] = seconds = time.perf_counter() - started
+                if (failure := trajectory.failure) is not None:
+                    log.info("task %s, attempt %d: %s", task.id, attempt, failure)
+                    what = f"{failure.boundary.value}: {failure.message}"[:_MOST_SPAN_CHARS]
+                    lost.append(TimeSpan("failure", started - began, seconds, what))
                 trajectory.spans = [
                     *lost,
                     *(replace(span, start=span.start - began) for span in trajectory.spans),
@@ -332,7 +329,10 @@ class Rollout:
             return
         if record.origin.state is not None:
             await record.origin.state.restore(self.tools, context)
-        elif not self._can_replay(context):
+        elif not (
+            is_deterministic(self.tools)
+            and all(self._pool(name).is_deterministic for name in context.envs)
+        ):
             raise CannotFork(
                 "there is no snapshot of that turn, and it cannot be replayed", "the episode"
             )
@@ -348,10 +348,6 @@ class Rollout:
         record.score = value or 0.0
         trajectory.counts[SEARCH_SCORE] = record.score
         trajectory.stop, trajectory.reward = StopReason.ABORTED, None
-
-    def _can_replay(self, context: ToolContext) -> bool:
-        are_deterministic = all(self._pool(name).is_deterministic for name in context.envs)
-        return are_deterministic and is_deterministic(self.tools)
 
     async def _leases(
         self, trajectory: Trajectory, name: str, resources: AsyncExitStack
@@ -460,12 +456,6 @@ async def _close(tools: ToolSet, context: ToolContext) -> None:
         await tools.close(context)
     except Exception as error:  # noqa: BLE001 - logged, and no more
         log_once(log, "closing the tools of an episode", error)
-
-
-def _lost_span(failure: Failure, started: float, began: float) -> TimeSpan:
-    """A try that failed, for the waterfall."""
-    what = f"{failure.boundary.value}: {failure.message}"[:_MOST_SPAN_CHARS]
-    return TimeSpan("failure", started - began, time.perf_counter() - started, what)
 
 
 def _clear(trajectory: Trajectory) -> None:

@@ -11,8 +11,8 @@ from ludus.core.registry import Registry
 FORMATS = Registry(
     "action format",
     {
-        "hermes": "ludus.chat.formats.hermes:HermesFormat",
-        "llama3": "ludus.chat.formats.llama3:Llama3Format",
+        "hermes": "ludus.chat.formats.json_calls:HermesFormat",
+        "llama3": "ludus.chat.formats.json_calls:Llama3Format",
         "tags": "ludus.chat.formats.tags:TagsFormat",
         "fenced": "ludus.chat.formats.fenced:FencedFormat",
         "react": "ludus.chat.formats.react:ReActFormat",

@@ -7,7 +7,6 @@ import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from ludus.core.user_code import first_call_errors, reset_error_counts
 from ludus.envs import WORLDS, PoolConfig, RemoteEnvs, World, load_env
 from ludus.envs.env import Isolation
 from ludus.envs.instances import probe_env
-from ludus.envs.isolated import IsolatedEnv
 from ludus.remote.threads import busy_locations
 from ludus.rewards import build_reward, check_rewards
 from ludus.rollouts.agent import Agent
@@ -400,9 +398,7 @@ async def _env(
 ) -> Findings:
     if not callable(factory):
         raise ConfigError(f"the environment {name!r} is not a class or a function that makes one")
-    if (isolation or getattr(factory, "isolation", None)) == "process":
-        factory = partial(IsolatedEnv, factory, name)  # it may crash, as it may in a run
-    found = await check_env(factory, tasks[0] if tasks else None, name=name)
+    found = await check_env(factory, tasks[0] if tasks else None, name=name, isolation=isolation)
     severities = {Verdict.FAILED: "error", Verdict.WARNING: "warning"}
     return [(severities[one.verdict], one.text) for one in found]
 

@@ -15,8 +15,15 @@ from ludus.core.task import Task
 from ludus.envs.env import Env, Step
 from ludus.envs.world import World
 from ludus.rewards import reward
-from ludus.worlds.textcraft.book import GENERIC, Book, CraftingRecipe, load_book
-from ludus.worlds.textcraft.game import CraftingGame, parse_command, plan
+from ludus.worlds.textcraft.game import (
+    GENERIC,
+    Book,
+    CraftingGame,
+    CraftingRecipe,
+    load_book,
+    parse_command,
+    plan,
+)
 
 MAX_TURNS = 20
 HELD_OUT = {1: 30, 2: 40, 3: 25, 4: 5}
