@@ -16,6 +16,8 @@ from rich.text import Text
 from ludus.cli.options import Model
 from ludus.core.failures import ConfigError, MissingExtraError
 
+_WIDTH = 110
+
 
 def init(
     name: Annotated[
@@ -182,9 +184,13 @@ def simulate(
     ] = None,
 ) -> None:
     """Simulate training on more GPUs: asynchronous training with its real controller and simulated engines."""
-    from ludus.cli.simulate import print_simulation
+    from ludus.training.simulation.run import CAPTION, simulation_table
 
-    print_simulation(settings or [], sweep or [])
+    console = Console()
+    if console.width < _WIDTH:  # a narrow terminal would cut its numbers
+        console = Console(width=_WIDTH)
+    console.print(simulation_table(settings or [], sweep or []).rich())
+    console.print(CAPTION)
 
 
 def cluster(

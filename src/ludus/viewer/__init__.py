@@ -7,6 +7,6 @@ try:
 except ImportError as error:  # pragma: no cover - depends on the installation
     raise MissingExtraError("aiohttp", "view", "the viewer") from error
 
-from ludus.viewer.server import ViewerConfig, ViewerServer, serve_viewer
+from ludus.viewer.http import ViewerConfig, ViewerServer, serve_viewer
 
 __all__ = ["ViewerConfig", "ViewerServer", "serve_viewer"]

@@ -1,6 +1,6 @@
-"""Routes of the viewer (who may use them: `access`).
+"""Routes of the viewer, and its server: it checks who could reach it, listens, and stops on Ctrl-C.
 
-Blocking work (DuckDB, Parquet, tokenizers) runs in threads, a few at a time.
+Who may use a route: `requests`. Blocking work (DuckDB, Parquet, tokenizers) runs in threads, a few at a time.
 """
 
 from __future__ import annotations
@@ -9,9 +9,12 @@ import asyncio
 import logging
 import mimetypes
 import re
+import secrets
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -22,8 +25,10 @@ from ludus.core.trajectory import Trajectory
 from ludus.observe import read_regular
 from ludus.observe.episodes import MediaStore
 from ludus.serve.admission import RequestError
-from ludus.serve.app import HttpApi
+from ludus.serve.app import AppServer, HttpApi, check_exposure, is_on_loopback, serve_until_told
 from ludus.serve.service import ServerConfig
+from ludus.training.config.parts import Parts
+from ludus.training.config.recipe import Recipe
 from ludus.viewer.episode_index import EpisodeIndex, FilterError
 from ludus.viewer.episode_view import EpisodeReader
 from ludus.viewer.export import STATIC, export_page
@@ -184,6 +189,9 @@ class ViewerApi(HttpApi):
     async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: function(*args))
 
+    async def _answer(self, function: Callable[..., Any], *args: Any) -> web.StreamResponse:
+        return json_response(await self._in_thread(function, *args))
+
     # Pages.
 
     async def _page(self, request: web.Request) -> web.StreamResponse:
@@ -208,13 +216,13 @@ class ViewerApi(HttpApi):
         return json_response(found | {"index": self._index_state(), "play": self._play is not None})
 
     async def _run(self, request: web.Request) -> web.StreamResponse:
-        return json_response(await self._in_thread(self._runs.detail, request.match_info["run"]))
+        return await self._answer(self._runs.detail, request.match_info["run"])
 
     async def _series(self, request: web.Request) -> web.StreamResponse:
         names = texts(request, "name")[:100]
         runs = texts(request, "run")[:20]
         first, last = integer(request, "first"), integer(request, "last")
-        return json_response(await self._in_thread(self._runs.series, runs, names, first, last))
+        return await self._answer(self._runs.series, runs, names, first, last)
 
     async def _diff(self, request: web.Request) -> web.StreamResponse:
         runs = texts(request, "run")[:10]
@@ -237,7 +245,7 @@ class ViewerApi(HttpApi):
 
     async def _facets(self, request: web.Request) -> web.StreamResponse:
         await self._first_sync.wait()
-        return json_response(await self._in_thread(self._index.facets, texts(request, "run")))
+        return await self._answer(self._index.facets, texts(request, "run"))
 
     async def _steps(self, request: web.Request) -> web.StreamResponse:
         return json_response(
@@ -256,7 +264,7 @@ class ViewerApi(HttpApi):
                 "step": integer(request, f"{name}_step"),
             }
 
-        return json_response(await self._in_thread(paired_runs, self._index, side("a"), side("b")))
+        return await self._answer(paired_runs, self._index, side("a"), side("b"))
 
     def _index_state(self) -> Json:
         state = self._index.state
@@ -271,20 +279,16 @@ class ViewerApi(HttpApi):
         }
 
     async def _episode(self, request: web.Request) -> web.StreamResponse:
-        return json_response(await self._in_thread(self._reader.view, *episode_place(request)))
+        return await self._answer(self._reader.view, *episode_place(request))
 
     async def _tokens(self, request: web.Request) -> web.StreamResponse:
         sequence, offset = integer(request, "sequence") or 0, integer(request, "offset") or 0
-        return json_response(
-            await self._in_thread(self._reader.tokens, *episode_place(request), sequence, max(0, offset))
-        )
+        return await self._answer(self._reader.tokens, *episode_place(request), sequence, max(0, offset))
 
     async def _text(self, request: web.Request) -> web.StreamResponse:
         message, offset = integer(request, "message") or 0, integer(request, "offset") or 0
-        return json_response(
-            await self._in_thread(
-                self._reader.message_text, *episode_place(request), message, max(0, offset)
-            )
+        return await self._answer(
+            self._reader.message_text, *episode_place(request), message, max(0, offset)
         )
 
     async def _transcript(self, request: web.Request) -> web.StreamResponse:
@@ -351,7 +355,7 @@ class ViewerApi(HttpApi):
                 "folder": str(self._labels.folder),
             }
 
-        return json_response(await self._in_thread(found))
+        return await self._answer(found)
 
     async def _label(self, request: web.Request) -> web.StreamResponse:
         body = await self._json(request)
@@ -367,7 +371,7 @@ class ViewerApi(HttpApi):
                 place_json(place), played, body.get("label"), score=score, note=note
             )
 
-        return json_response(await self._in_thread(write))
+        return await self._answer(write)
 
     async def _prefer(self, request: web.Request) -> web.StreamResponse:
         body = await self._json(request)
@@ -381,7 +385,7 @@ class ViewerApi(HttpApi):
                 str(note),
             )
 
-        return json_response(await self._in_thread(write))
+        return await self._answer(write)
 
     def _trajectory(self, place: Place) -> Trajectory:
         return self._reader.trajectory(*place)[1]
@@ -427,9 +431,68 @@ class ViewerApi(HttpApi):
             raise PlayError("the episode is not over yet")
         place = {"run": "(played by hand)", "file": session.id, "row": 0}
         label = body.get("label", True)
-        return json_response(await self._in_thread(lambda: self._labels.label(place, trajectory, label)))
+        return await self._answer(lambda: self._labels.label(place, trajectory, label))
 
 
 def _index_page(status: int = 200) -> web.Response:
     page = _STATIC_FILES["index.html"].read_bytes()
     return web.Response(body=page, status=status, content_type="text/html", charset="utf-8")
+
+
+_MOST_BODY = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class ViewerConfig:
+    """Settings of the viewer: the folder, the address, access, what can be played."""
+
+    root: Path
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0 is any free port."""
+    token: str | None = None
+    """Required from every client; generated where other machines reach the address, or tools can be called."""
+    play: tuple[Recipe, Parts] | None = None
+    sync_seconds: float = 1.5
+    """How often to look for new episodes."""
+
+
+class ViewerServer(AppServer):
+    """The viewer in this event loop: `start`, then `drain_and_stop`; or `async with`."""
+
+    def __init__(self, config: ViewerConfig) -> None:
+        super().__init__(ServerConfig(host=config.host, port=config.port, max_body_bytes=_MOST_BODY))
+        self.token = config.token
+        if self.token is None and (config.play is not None or not is_on_loopback(config.host)):
+            self.token = secrets.token_urlsafe(24)
+        check_exposure(config.host, self.token)
+        self._room = PlayRoom(*config.play) if config.play is not None else None
+        self._api = ViewerApi(
+            Workspace(config.root),
+            self._config,
+            token=self.token,
+            play=self._room,
+            every=config.sync_seconds,
+        )
+
+    async def start(self) -> str:
+        """Load what is to be played, listen, and return the address to open."""
+        if self._room is not None:
+            await self._room.open()
+        try:
+            address = await self._listen(self._api)
+        except BaseException:
+            if self._room is not None:
+                await self._room.close()
+            raise
+        return address if self.token is None else f"{address}/?token={self.token}"
+
+    async def drain_and_stop(self) -> None:
+        if self._room is not None:
+            await self._room.close()
+        await self._hang_up()
+
+
+async def serve_viewer(config: ViewerConfig, on_ready: Callable[[str], None]) -> None:
+    """Serve until SIGINT or SIGTERM; `on_ready` gets the address to open."""
+    await serve_until_told(ViewerServer(config), on_ready)

@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 import selectors
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
+from ludus.core.config import apply_overrides
+from ludus.core.failures import ConfigError
 from ludus.core.task import Task
+from ludus.observe import Cell, ReportTable, Share
 from ludus.rollouts.rollout import Rollout
 from ludus.training.config.rl import RolloutSettings
 from ludus.training.controller import RolloutController, StalledError
@@ -22,6 +25,14 @@ from ludus.training.ledger import Ledger, Phase
 from ludus.training.simulation.cluster import SimulatedPlayer, SimulationConfig
 
 T = TypeVar("T")
+
+_COLUMNS = ("s/step", "gain", "eps/s", "tok/s", "play", "train", "lag", "deaths", "ms/group")
+_FEWEST_STEPS = 5
+CAPTION = (
+    "gain: seconds a step with staleness 0, divided by these. eps/s, tok/s: episodes and tokens trained. "
+    "play, train: share of the time in which engines and trainer were busy. lag: mean, and largest of its "
+    "bound, in steps. ms/group: CPU time of controller and simulation."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,3 +138,43 @@ async def _run(config: SimulationConfig) -> SimulatedRun:
         given_up=given_up,
         controller_seconds=(time.process_time() - began) / len(lags),
     )
+
+
+def simulation_table(settings: Sequence[str], sweep: Sequence[str]) -> ReportTable:
+    """Simulate every row of a sweep, each also with a staleness of 0."""
+    names, swept = _swept(sweep)
+    rows: list[list[Cell]] = []
+    for values in swept:
+        chosen = [f"{name}={value}" for name, value in zip(names, values, strict=True)]
+        config = SimulationConfig.parse(apply_overrides({}, [*settings, *chosen]), "the simulation")
+        if config.steps < _FEWEST_STEPS:
+            raise ConfigError(
+                f"steps = {config.steps} is too few to compare: rates leave out the first step, and one slow "
+                f"tool decides about so few. Simulate at least {_FEWEST_STEPS}"
+            )
+        run = simulate(config)
+        waiting = simulate(config.model_copy(update={"staleness": 0, "staleness_window": 1}))
+        row: list[Cell] = [
+            run.step_seconds,
+            waiting.step_seconds / run.step_seconds,
+            round(run.episodes_per_second),
+            round(run.tokens_per_second),
+            Share(run.engine_busy),
+            Share(run.trainer_busy),
+            f"{run.lag_mean:.1f} {run.lag_max}/{run.lag_bound}",
+            run.deaths,
+            1000 * run.controller_seconds,
+        ]
+        rows.append([*values, *row])
+    return ReportTable((*names, *_COLUMNS), rows)
+
+
+def _swept(sweep: Sequence[str]) -> tuple[list[str], list[tuple[str, ...]]]:
+    pairs = [one.partition("=") for one in sweep]
+    if any(not equals or not values for _, equals, values in pairs):
+        raise ConfigError(f"--sweep takes key=value,value,...: {', '.join(sweep)}")
+    columns = [values.split(",") for _, _, values in pairs]
+    if len({len(column) for column in columns}) > 1:
+        raise ConfigError(f"sweeps side by side need equally many values: {', '.join(sweep)}")
+    rows: list[tuple[str, ...]] = list(zip(*columns, strict=True)) if columns else [()]
+    return [name for name, _, _ in pairs], rows
