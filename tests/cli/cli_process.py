@@ -10,9 +10,13 @@ import os
 import signal
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+PATIENCE = 120.0
+"""Seconds, since on a busy machine a process takes long to start."""
 COMMAND = "from ludus.cli.main import run; run()"
 HEAVY = [
     "ludus.cli.main",
@@ -54,9 +58,19 @@ class Started:
     def send_signal(self, number: int) -> None:
         os.kill(self._process.pid, number)
 
-    def communicate(self, timeout: float = 50) -> tuple[str, str]:
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        """It has to come so far before it ends."""
+        deadline = time.monotonic() + PATIENCE
+        while not is_so():
+            assert self.returncode is None, f"it ended early: {self.communicate()}"
+            if time.monotonic() > deadline:
+                self.send_signal(signal.SIGKILL)
+                raise AssertionError("it did not come so far")
+            time.sleep(0.05)
+
+    def communicate(self) -> tuple[str, str]:
         """Wait for its end; its output and what it wrote to stderr."""
-        self._process.join(timeout)
+        self._process.join(PATIENCE)
         assert self.returncode is not None, "the process did not end"
         out, err = (Path(self._said.name, name).read_text() for name in ("out", "err"))
         return out, err

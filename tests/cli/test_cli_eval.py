@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,8 @@ from cli_process import COMMAND, Started
 from typer.testing import CliRunner
 
 from ludus.cli.main import app
+
+pytestmark = pytest.mark.timeout(300)  # on a busy machine a process takes long to start
 
 MODULE = """
 import asyncio
@@ -82,10 +83,7 @@ def test_an_evaluation_that_was_stopped_goes_on(
 ) -> None:
     monkeypatch.chdir(project)
     process = Started(COMMAND, *MEASURE, "stopped", ODD_SECONDS="0.15")
-    for _ in range(600):
-        if len(list(project.glob("stopped/*/*/parts/*.parquet"))) >= 3 or process.returncode is not None:
-            break
-        time.sleep(0.05)
+    process.wait_until(lambda: len(list(project.glob("stopped/*/*/parts/*.parquet"))) >= 3)
     process.send_signal(ending)
     said, errors = process.communicate()
     assert process.returncode == (130 if ending is signal.SIGINT else -signal.SIGKILL), errors

@@ -8,9 +8,7 @@ import shlex
 import signal
 import sys
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,8 @@ from ludus.rollouts.tasksets import load_tasks
 from ludus.synth.scenarios import Scenario, ScenarioWriter, split_by_difficulty
 from ludus.tools.mcp import mcp_tools
 from openai_server import chat, error, serving
+
+pytestmark = pytest.mark.timeout(300)  # on a busy machine a process takes long to start
 
 SERVER = Path(__file__).parents[1] / "tools" / "mcp_server.py"
 COMMAND = shlex.join([sys.executable, "-I", str(SERVER)])
@@ -187,16 +187,6 @@ def test_what_the_writer_said_is_not_asked_for_again(tmp_path: Path) -> None:
         assert script.asked == asked
 
 
-def wait_until(is_so: Callable[[], bool], process: Started) -> None:
-    for _ in range(1000):
-        if is_so():
-            return
-        assert process.returncode is None, process.communicate()
-        time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    raise AssertionError("it did not come so far")
-
-
 def test_answers_that_could_not_be_used_are_asked_for_again(tmp_path: Path) -> None:
     good = [add(1, 2), add(3, 4), add(5, 6)]
     script = Script(*[[scenario("Do something hopeless", ("echo", {"text": "x"}))]] * 4, good)
@@ -216,7 +206,7 @@ def test_ctrl_c_while_scenarios_are_written_says_how_to_go_on(tmp_path: Path, si
 
     def reply(body: dict[str, Any]) -> Any:
         if script.asked["answer"]:  # the second question is never answered
-            goes_on.wait(40)
+            goes_on.wait()
         return script(body)
 
     with serving(reply) as server:
@@ -224,7 +214,7 @@ def test_ctrl_c_while_scenarios_are_written_says_how_to_go_on(tmp_path: Path, si
         process = Started(
             PROGRAM, "mcp-rl", COMMAND, "--writer", f"{server.url}#s", "--out", str(folder)
         )
-        wait_until(lambda: script.asked["answer"] == 1, process)
+        process.wait_until(lambda: script.asked["answer"] == 1)
         process.send_signal(signalled)
         _, errors = process.communicate()
         goes_on.set()
@@ -250,7 +240,7 @@ def test_ctrl_c_in_its_training_names_the_command_itself(tmp_path: Path) -> None
         ]
         command += ["--scenarios", "4", "--held-out", "2", "--imitate", "100000", "warm_start.batch=2"]
         process = Started(PROGRAM, *command, "model.scratch.width=32", "run.checkpoint_every=1")
-        wait_until(lambda: bool(RunFolder(folder / "run").checkpoints()), process)
+        process.wait_until(lambda: bool(RunFolder(folder / "run").checkpoints()))
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate()
     assert process.returncode == 130 and "saved after step" in errors

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+import asyncio
+import multiprocessing
 import sys
 import tempfile
+from multiprocessing.connection import Connection
 from pathlib import Path
+from threading import Event
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -20,6 +23,7 @@ from local_replica import TrainedModel
 from ludus.dist import engines
 from ludus.dist.engines import EngineActor
 from ludus.engine import EmbeddedEngine, EngineConfig
+from ludus.engine.replicas import served
 from ludus.engine.replicas.served import pack_tokens, unpack_logprobs
 from ludus.engine.replicas.weights import WEIGHTS
 
@@ -32,7 +36,8 @@ def written(folder: Path) -> tuple[TrainedModel, dict[str, bytes], Any]:
     model = TrainedModel(make("smollm2", vocab_size=300))
     folder.mkdir()
     model.write(folder)
-    return model, engines._other_files(folder), np.fromfile(folder / WEIGHTS, np.uint8)
+    files = {file.name: file.read_bytes() for file in folder.iterdir() if file.name != WEIGHTS}
+    return model, files, np.fromfile(folder / WEIGHTS, np.uint8)
 
 
 def in_shared_memory() -> set[Path]:
@@ -87,38 +92,29 @@ async def test_a_start_that_fails_leaves_no_folder(
         assert not list(scratch.iterdir()) and not left(scratch, before)
 
 
-KILLED = """
-import asyncio, os, sys
-from pathlib import Path
-import numpy as np
-from ludus.dist.engines import EngineActor, _other_files
-from ludus.engine.replicas import served
+def start_and_load_for_ever(scratch: Path, loads: Connection, *model: Any) -> None:
+    def load(folder: Path, *more: Any) -> None:
+        loads.send((folder / WEIGHTS).stat().st_size)
+        Event().wait()
 
-def load(folder, *more):
-    print((folder / "model.safetensors").stat().st_size, flush=True)
-    import time; time.sleep(60)
-
-served.load_model = load
-folder = Path(sys.argv[1])
-actor = EngineActor(list(sys.path), os.getcwd(), "run", "engine", 0)
-weights = np.fromfile(folder / "model.safetensors", np.uint8)
-head = {"version": 3, "device": "cpu", "dtype": "float32", "threads": 1, "engine": {}}
-asyncio.run(actor.start(head, _other_files(folder), weights))
-"""
+    tempfile.tempdir = str(scratch)
+    actor = EngineActor(list(sys.path), ".", "run", "engine", 0)
+    with patch.object(served, "load_model", load):
+        asyncio.run(actor.start(HEAD, *model))
 
 
 def test_an_engine_that_is_killed_while_it_loads_leaves_no_weights(tmp_path: Path) -> None:
     before, scratch = in_shared_memory(), tmp_path / "scratch"
     scratch.mkdir()
-    _, _, weights = written(tmp_path / "model")
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(tmp_path / "model")],
-        env={**os.environ, "TMPDIR": str(scratch)},
-        stdout=subprocess.PIPE,
-        text=True,
+    _, files, weights = written(tmp_path / "model")
+    context = multiprocessing.get_context("fork")  # another process would import for seconds
+    told, loads = context.Pipe(duplex=False)
+    process = context.Process(
+        target=start_and_load_for_ever, args=(scratch, loads, files, weights), daemon=True
     )
-    assert process.stdout is not None
-    assert process.stdout.readline().strip() == str(len(weights)) and len(weights) > 50_000
+    process.start()
+    loads.close()
+    assert told.recv() == len(weights) > 50_000
     process.kill()
-    process.communicate()
+    process.join()
     assert not left(scratch, before)
