@@ -25,10 +25,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "training"))
 
 import torch
 import torch.distributed as dist
-from called_ranks import ALONE, CalledRanks, called_ranks
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from called_ranks import ALONE, CalledRanks, called_ranks
 from ludus.core import Segment, SegmentKind, StopReason, Task, TokenSequence, Trajectory
 from ludus.model import use_ludus_attention
 from ludus.observe import table_markdown

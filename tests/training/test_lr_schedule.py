@@ -13,7 +13,7 @@ from training_helpers import TINY, tasks
 
 import ludus
 from ludus.training import OptimizerConfig
-from ludus.training.optim.optimizer import lr_factor
+from ludus.training.optim.optimizers import lr_factor
 
 TOTAL, WARMUP = 40, 5
 

@@ -15,8 +15,8 @@ from torch import nn
 from ludus import train
 from ludus.core import ConfigError
 from ludus.training import Learner, OptimizerConfig, RLConfig
-from ludus.training.optim.optimizer import MasterWeights
-from ludus.training.optim.other_optimizers import OtherOptimizer, check_optimizer, optimizer_for
+from ludus.training.optim.adamw import MasterWeights
+from ludus.training.optim.optimizers import OtherOptimizer, check_optimizer, optimizer_for
 from ludus.training.optim.sharding import ALONE
 
 ROWS = rows_of_lengths([9, 14, 6])

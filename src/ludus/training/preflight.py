@@ -26,7 +26,7 @@ from ludus.training.config.recipe import Recipe, StageConfig
 from ludus.training.config.run import launched_rank
 from ludus.training.config.stages import OptimizerConfig, SFTConfig
 from ludus.training.models.loading import device_of
-from ludus.training.optim.other_optimizers import check_optimizer
+from ludus.training.optim.optimizers import check_optimizer
 from ludus.training.stages import stage_class
 
 

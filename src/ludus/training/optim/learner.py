@@ -1,6 +1,6 @@
 """One model, one optimizer, one step: accumulate the gradients of packed micro-batches, clip, update.
 
-    optimizer_step   for each micro-batch: forward, loss, backward; then one AdamW step
+    optimizer_step   for each micro-batch: forward, loss, backward; then a step of the optimizer (`optimizers.py`)
     splitting        a micro-batch that runs out of memory is tried again in two (`MicroBatchSplitter`)
     checkpointing    layers whose activations do not fit are computed again in the backward (`memory.py`)
 
@@ -31,10 +31,10 @@ from ludus.training.data.micro_batches import (
     micro_batches,
     rounds_of,
 )
+from ludus.training.optim.gradients import GradientAccumulator
 from ludus.training.optim.logprobs import action_logprobs, logprobs_of, shares_prefixes
 from ludus.training.optim.memory import MemoryBudget
-from ludus.training.optim.optimizer import GradientAccumulator, lr_factor
-from ludus.training.optim.other_optimizers import optimizer_for
+from ludus.training.optim.optimizers import lr_factor, optimizer_for
 from ludus.training.optim.shard_files import UnsavedError, read_shards, write_shards
 from ludus.training.optim.sharding import (
     RankGroup,

@@ -1,14 +1,15 @@
-"""Optimizers beside `MasterAdamW`: Muon, and bitsandbytes' AdamW with states in 8 bits. For one trainer rank.
+"""The optimizer that a recipe names, and its learning rates.
 
-An update clips the gradients, takes torch's or the package's own step on the masters, and rounds them into the
-module; the host waits for the gradient's norm.
+adamw                            `MasterAdamW` of `adamw.py`, on any number of trainer ranks
+muon                             torch's, of the matrices of layers; AdamW for the rest
+adamw_8bit, paged_adamw_8bit     bitsandbytes' AdamW, with states in 8 bits
 """
 
 from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +17,25 @@ from torch import Tensor, nn
 
 from ludus.core.failures import ConfigError
 from ludus.training.config.stages import OptimizerConfig
-from ludus.training.optim.optimizer import MasterAdamW, MasterWeights, total_norm
+from ludus.training.optim.adamw import MasterAdamW, MasterWeights, adamw_state
+from ludus.training.optim.gradients import total_norm
 from ludus.training.optim.sharding import RankGroup
+
+_SCHEDULES: dict[str, Callable[[float], float]] = {
+    "constant": lambda progress: 1.0,
+    "linear": lambda progress: 1.0 - 0.9 * progress,
+    "cosine": lambda progress: 0.1 + 0.45 * (1 + math.cos(math.pi * progress)),
+}
+"""Learning-rate schedules: the share of the peak, by the share of the steps after the warm-up that are done."""
+
+
+def lr_factor(step: int, total: int, config: OptimizerConfig) -> float:
+    """The share of the peak learning rate at a step: a linear warm-up, then the schedule."""
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    progress = min(1.0, (step - config.warmup_steps) / max(1, total - config.warmup_steps))
+    return _SCHEDULES[config.schedule](progress)
+
 
 _BITSANDBYTES = {"adamw_8bit": "AdamW8bit", "paged_adamw_8bit": "PagedAdamW8bit"}
 _SHARED = ("qmap1", "qmap2")
@@ -97,7 +115,10 @@ def _is_inner(name: str, parameter: nn.Parameter) -> bool:
 
 
 class OtherOptimizer:
-    """Several optimizers, each of some of the masters of a module's weights."""
+    """Several optimizers, each of some of the masters of a module's weights, on one trainer rank.
+
+    The host waits for the gradient's norm.
+    """
 
     def __init__(self, masters: MasterWeights, parts: Sequence[Any], limit: float) -> None:
         self.masters, self._parts, self._limit = masters, parts, limit
@@ -128,13 +149,7 @@ class OtherOptimizer:
         pairs = list(gradients)
         norm = total_norm([gradient for _, gradient in pairs])
         self.zero_grad()
-        leaves: list[Tensor] = []
-        while pairs:  # each gradient goes when its float32 copy is there
-            parameter, gradient = pairs.pop()
-            leaf = self.masters.of(parameter)
-            leaf.grad = gradient.float()
-            leaves.append(leaf)
-            del gradient
+        leaves = self.masters.take_gradients(pairs)
         if math.isfinite(float(norm)):
             nn.utils.clip_grads_with_norm_(leaves, self._limit, norm)
             for part in self._parts:
@@ -150,14 +165,12 @@ class OtherOptimizer:
             if isinstance(part, torch.optim.Muon):
                 state["momentum_buffer"] = torch.zeros_like(master)
             elif isinstance(part, torch.optim.AdamW):
-                state["step"] = torch.zeros(())
-                state["exp_avg"], state["exp_avg_sq"] = (
-                    torch.zeros_like(master),
-                    torch.zeros_like(master),
-                )
-            else:
+                state.update(adamw_state(master))
+            elif hasattr(part, "init_state"):  # bitsandbytes
                 part.init_state(part.param_groups[number], master, number, place)
                 state = part.state[master]
+            else:
+                raise TypeError(f"the state of {type(part).__name__} is not known here")
         found = {
             name: one for name, one in state.items() if isinstance(one, Tensor) and name not in _SHARED
         }

@@ -1,17 +1,15 @@
-"""AdamW on master weights: learning-rate schedule, clip, step, round into the module (one kernel on a GPU).
+"""AdamW on float32 masters of a module's weights: clip, step, round into the module (one kernel on a GPU).
 
 Nothing here waits for the device: whether the gradient is finite is found out there, and a step that it would
-spoil does nothing.
+spoil does nothing. The other optimizers are in `optimizers.py`.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -28,25 +26,10 @@ from ludus.kernels import (
     on_device,
 )
 from ludus.training.config.stages import OptimizerConfig
+from ludus.training.optim.gradients import total_norm
 from ludus.training.optim.sharding import ALONE, RankGroup, local
 
 log = logging.getLogger(__name__)
-
-_SCHEDULES: dict[str, Callable[[float], float]] = {
-    "constant": lambda progress: 1.0,
-    "linear": lambda progress: 1.0 - 0.9 * progress,
-    "cosine": lambda progress: 0.1 + 0.45 * (1 + math.cos(math.pi * progress)),
-}
-"""Learning-rate schedules: the share of the peak, by the share of the steps after the warm-up that are done."""
-
-
-def lr_factor(step: int, total: int, config: OptimizerConfig) -> float:
-    """The share of the peak learning rate at a step: a linear warm-up, then the schedule."""
-    if step < config.warmup_steps:
-        return (step + 1) / config.warmup_steps
-    progress = min(1.0, (step - config.warmup_steps) / max(1, total - config.warmup_steps))
-    return _SCHEDULES[config.schedule](progress)
-
 
 Pairs = list[tuple[nn.Parameter, Tensor]]
 """Parameters and their gradients."""
@@ -139,9 +122,7 @@ class MasterAdamW(torch.optim.AdamW):
         """The optimizer's state of a master, made when it is first asked for."""
         state: dict[str, Tensor] = self.state[master]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
-            state["exp_avg"] = torch.zeros_like(master)
-            state["exp_avg_sq"] = torch.zeros_like(master)
+            state.update(adamw_state(master, master.device))
         return state
 
     def adopt_state(self) -> None:
@@ -150,13 +131,7 @@ class MasterAdamW(torch.optim.AdamW):
     def _step_in_turns(self, pairs: Pairs, norm: Tensor) -> None:
         """By torch's own operations: its step, and the rounding after it. The pairs are used up."""
         self.zero_grad(set_to_none=True)
-        leaves: list[Tensor] = []
-        while pairs:  # each gradient goes when its float32 copy is there
-            parameter, gradient = pairs.pop()
-            leaf = self.masters.of(parameter)
-            leaf.grad = gradient.float()
-            leaves.append(leaf)
-            del gradient
+        leaves = self.masters.take_gradients(pairs)
         if self.param_groups[0]["fused"]:
             # the kernel divides by the scale, and does nothing at an infinity
             own: Any = self
@@ -169,16 +144,13 @@ class MasterAdamW(torch.optim.AdamW):
         self.masters.write()
 
 
-def total_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """The length of all tensors together, in float32 whatever they are, and where the first of them is."""
-    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        alike[tensor.device, tensor.dtype].append(tensor)
-    norms = [n for group in alike.values() for n in torch._foreach_norm(group, 2.0, dtype=torch.float32)]
-    if not norms:
-        return torch.zeros(())
-    together: Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
-    return together
+def adamw_state(master: Tensor, counts_on: torch.device | None = None) -> dict[str, Tensor]:
+    """The state of torch's AdamW before the first step; a fused one has its count of steps on the device."""
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=counts_on),
+        "exp_avg": torch.zeros_like(master),
+        "exp_avg_sq": torch.zeros_like(master),
+    }
 
 
 @cache
@@ -227,6 +199,17 @@ class MasterWeights:
         if always or self._current_versions() != self._versions:
             self._follow()
 
+    def take_gradients(self, pairs: Pairs) -> list[Tensor]:
+        """Give masters their gradients, in float32; these masters. The pairs are used up."""
+        taken: list[Tensor] = []
+        while pairs:  # each gradient goes when its float32 copy is there
+            parameter, gradient = pairs.pop()
+            master = self.of(parameter)
+            master.grad = gradient.float()
+            taken.append(master)
+            del gradient
+        return taken
+
     @torch.no_grad()
     def write(self) -> None:
         """After a step: round the masters into the module."""
@@ -245,89 +228,3 @@ class MasterWeights:
     def _current_versions(self) -> list[int]:
         """Counters that torch raises at every change in place."""
         return [local(p)._version for p in self._half]
-
-
-def _remove(hooks: Iterable[Any]) -> None:
-    for hook in hooks:
-        hook.remove()
-
-
-class GradientAccumulator:
-    """Gradient accumulation in float32 over micro-batches, each of which counts once.
-
-    A hook takes a parameter's gradient away as soon as the backward pass has finished it (on the thread of the
-    backward pass, while the caller waits). The first one is kept as it is; from the second on the sum is
-    float32, so that small gradients are not rounded away.
-
-    A backward pass can run out of memory when some parameters already have their gradient. They are noted, and
-    skipped when the micro-batch is tried again, whole or split.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.parameters = list(parameters)
-        self._totals: dict[nn.Parameter, Tensor] = {}
-        self._is_hooked = self._is_collecting = False
-        self._added: set[nn.Parameter] = set()
-        """Parameters that have got the gradient of this attempt at a micro-batch."""
-        self._skipped: frozenset[nn.Parameter] = frozenset()
-        """Parameters that got it in an earlier attempt."""
-
-    def clear(self) -> None:
-        """Forget everything, and free it."""
-        self._totals = {}
-        for parameter in self.parameters:
-            parameter.grad = None
-
-    def in_order(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """The parameters that got a gradient, and their sums, which are given away one by one.
-
-        The gradient of a single micro-batch has its own dtype; the sum of several is float32.
-        """
-        return ((p, self._totals.pop(p)) for p in self.parameters if p in self._totals)
-
-    @contextmanager
-    def collecting(self) -> Iterator[None]:
-        """While this lasts, gradients of backward passes go into the sums."""
-        if not self._is_hooked:
-            self._hook()
-        self._is_collecting = True
-        try:
-            yield
-        finally:
-            self._is_collecting = False
-
-    def begin_attempt(self, skipped: frozenset[nn.Parameter] = frozenset()) -> None:
-        """Before a backward pass; `skipped` have the micro-batch's gradient already."""
-        self._added = set()
-        self._skipped = skipped
-
-    def end_failed_attempt(self) -> frozenset[nn.Parameter]:
-        """After a backward pass that failed: the parameters that have the micro-batch's gradient by now."""
-        for parameter in self.parameters:
-            parameter.grad = None  # one that was finished when memory ran out, and not yet taken
-        return self._skipped | self._added
-
-    def _hook(self) -> None:
-        """Once: doing it for each step would take milliseconds. The hooks go when the accumulator does."""
-        own = weakref.ref(self)
-
-        def take(parameter: Tensor) -> None:
-            sums = own()
-            if sums is not None and sums._is_collecting:
-                sums._take(parameter)
-
-        parameters: list[Any] = list(self.parameters)
-        hooks = [parameter.register_post_accumulate_grad_hook(take) for parameter in parameters]
-        weakref.finalize(self, _remove, hooks)
-        self._is_hooked = True
-
-    @torch.no_grad()
-    def _take(self, parameter: Tensor) -> None:
-        assert isinstance(parameter, nn.Parameter)
-        gradient, parameter.grad = parameter.grad, None
-        if gradient is None or parameter in self._skipped:
-            return
-        gradient = local(gradient)
-        total = self._totals.get(parameter)
-        self._totals[parameter] = gradient if total is None else total.float().add_(gradient)
-        self._added.add(parameter)
