@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from played_steps import policy_update
 from rollout_parts import attempt_of, called, play, rollout, tokenizer
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -18,6 +17,7 @@ from ludus.model import use_ludus_attention
 from ludus.rewards import reward
 from ludus.tools import tool
 from ludus.training import Learner, OptimizerConfig, RLConfig, RolloutBatch
+from played_steps import policy_update
 
 LOST = 1
 """The attempt that fails."""

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from played_steps import policy_update
 from safetensors.torch import load_file
 from stage_runs import Talker, assert_same_tensors, episodes, numbers
 from training_helpers import TINY, add, even, tasks
@@ -23,6 +22,7 @@ from ludus.training import Learner, Parts, Recipe, build_run_context, train_asyn
 from ludus.training.controller import StalledError
 from ludus.training.ledger import Ledger
 from ludus.viewer.findings import metric_findings
+from played_steps import policy_update
 
 RL = {**TINY["rl"], "steps": 4, "tasks": 2, "attempts": 2}
 

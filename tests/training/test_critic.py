@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from played_steps import policy_update
 from ragged_episodes import attempts_of, played, references, scored, tiny_learner, tiny_model
 from torch import nn
 
@@ -18,6 +17,7 @@ import ludus
 from ludus.core import ConfigError, LudusError, StopReason, Task, TokenSequence, Trajectory
 from ludus.training import Batch, Critic, CriticConfig, RLConfig
 from ludus.training.optim.critic import explained_variance
+from played_steps import policy_update
 
 Kind = Literal["model", "head"]
 BOTH: list[Kind] = ["model", "head"]

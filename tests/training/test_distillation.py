@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from played_steps import distill
 from ragged_episodes import (
     assert_same_gradient,
     gradient_of,
@@ -24,6 +23,7 @@ import ludus
 from ludus.core import ConfigError
 from ludus.observe.metrics import undefined
 from ludus.training import ModelConfig, frozen, load_model, save_model
+from played_steps import distill
 
 
 @pytest.mark.parametrize("budget", [40, 1000])

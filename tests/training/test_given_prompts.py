@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from played_steps import prefer, sft_step
 from ragged_episodes import assert_same_gradient, plain, row_logprobs, tiny_learner
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
@@ -32,6 +31,7 @@ from ludus.training import (
 from ludus.training.data.conversations import Conversation, read_scored_steps
 from ludus.training.stages.preference import Labelled, Pair
 from ludus.viewer.labels import LabelStore
+from played_steps import prefer, sft_step
 
 TOKENIZER = ByteTokenizer()
 RENDERER = Renderer(TOKENIZER, load_format("hermes"))

@@ -13,7 +13,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from played_steps import prefer
 from ragged_episodes import (
     assert_same_gradient,
     plain,
@@ -50,6 +49,7 @@ from ludus.training import (
 )
 from ludus.training.data.conversations import parse_conversations
 from ludus.training.stages.preference import Pair, labelled_of, pairs_of
+from played_steps import prefer
 
 BETA = 0.3
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from called_ranks import called_ranks
 from safetensors.torch import load_file
 from small_steps import imitation, rows_of_lengths, weighed
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from called_ranks import called_ranks
 from ludus.training import (
     Learner,
     ModelConfig,

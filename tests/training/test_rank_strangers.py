@@ -19,11 +19,11 @@ from typing import Any
 
 import pytest
 import torch
-from called_ranks import CalledRanks, CallProgram, called_ranks
 from stranger import HELLO, Payload
 from test_ranks import pids
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
+from called_ranks import CalledRanks, CallProgram, called_ranks
 from ludus.core import ConfigError, LudusError
 from ludus.training.config.run import ClusterConfig
 from ludus.training.ranks import store as rank_store

@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from called_ranks import ALONE, CalledRanks, called_ranks
-from played_steps import loss_on, policy_update, prefer, sft_step
 from ragged_episodes import branched, played, scored, tiny_model, with_long_prompts
 from small_steps import imitation, rows_of_lengths, small_model, weighed
 from torch import nn
 
+from called_ranks import ALONE, CalledRanks, called_ranks
 from ludus.core import LudusError, Trajectory
 from ludus.model import checkpointed_layers, decoder_of, set_activation_checkpointing
 from ludus.training import (
@@ -41,6 +40,7 @@ from ludus.training.optim.logprobs import logprobs_of
 from ludus.training.optim.sharding import ShardedModel, current_group
 from ludus.training.ranks.processes import RankError
 from ludus.training.stages.preference import pairs_of
+from played_steps import loss_on, policy_update, prefer, sft_step
 
 pytestmark = pytest.mark.timeout(300)  # on a busy machine a process takes long to start
 OPTIMIZER = {"learning_rate": 1e-2, "micro_batch_tokens": 40, "max_gradient_norm": 0.5}

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from called_ranks import ALONE, called_ranks
 from safetensors.torch import load_file
 from small_steps import small_model
 from stage_runs import Talker, numbers
@@ -20,6 +19,7 @@ from test_ranks import assert_close, assert_same_weights, imitating
 from training_helpers import TINY, add, even, expert, tasks
 
 import ludus
+from called_ranks import ALONE, called_ranks
 from ludus.training import Result, ScratchConfig, fit_tokenizer, scratch_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from played_steps import policy_update
 from ragged_episodes import (
     assert_same_gradient,
     attempts_of,
@@ -36,6 +35,7 @@ from torch import nn
 from ludus.algos import ALGORITHMS
 from ludus.core import ConfigError
 from ludus.training import Critic, CriticConfig, RLConfig, RolloutBatch, frozen
+from played_steps import policy_update
 
 advantages = references("reference_advantages")
 losses = references("reference_losses")

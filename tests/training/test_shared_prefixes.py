@@ -21,7 +21,6 @@ import test_rl_update
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from played_steps import policy_update, sft_step
 from ragged_episodes import (
     VOCABULARY,
     gradient_of,
@@ -56,6 +55,7 @@ from ludus.training.data.packing import Fold
 from ludus.training.models.loading import load_model
 from ludus.training.optim import learner as learner_module
 from ludus.training.reward_models.model import AboutHeads, RewardModel
+from played_steps import policy_update, sft_step
 
 
 def drawn(source: random.Random, count: int) -> list[int]:

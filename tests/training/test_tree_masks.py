@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from played_steps import policy_update
 from ragged_episodes import (
     assert_same_gradient,
     branched,
@@ -25,6 +24,7 @@ from torch import nn
 
 from ludus.core import Group, Segment, Trajectory
 from ludus.training import RLConfig, RolloutBatch
+from played_steps import policy_update
 
 CLIP = 0.2
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from played_steps import policy_update, sft_step
 
 from ludus.core import Boundary, Failure, Group, Sampling, StopReason, Trajectory
 from ludus.training import (
@@ -25,6 +24,7 @@ from ludus.training import (
     build_run_context,
     micro_batches,
 )
+from played_steps import policy_update, sft_step
 
 
 async def played(context: RunContext, temperature: float = 1.0) -> list[Group]:

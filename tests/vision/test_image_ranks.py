@@ -13,8 +13,6 @@ from torch import nn
 from vision_models import noise, save_idefics3, save_llava, save_llava_next
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
-from called_ranks import ALONE, CalledRanks, called_ranks
-from played_steps import loss_on, policy_update, prefer, sft_step
 from test_ranks import (
     assert_close,
     assert_same_weights,
@@ -23,6 +21,7 @@ from test_ranks import (
     save_state_of,
 )
 
+from called_ranks import ALONE, CalledRanks, called_ranks
 from ludus.chat import Renderer, load_format
 from ludus.core import Group, LudusError, Media, Message, Segment, SegmentKind, StopReason, Task
 from ludus.core.trajectory import TokenSequence, Trajectory
@@ -34,6 +33,7 @@ from ludus.training.models.references import AdapterReference, sync_reference
 from ludus.training.optim.critic import ValueModel
 from ludus.training.optim.learner import frozen
 from ludus.training.stages.preference import pairs_of
+from played_steps import loss_on, policy_update, prefer, sft_step
 
 pytestmark = pytest.mark.timeout(300)
 SLOW = pytest.mark.slow

@@ -1,6 +1,6 @@
 """One model, one optimizer, one step: accumulate the gradients of packed micro-batches, clip, update.
 
-    optimizer_step   for each micro-batch: forward, loss, backward; then a step of the optimizer (`optimizers.py`)
+    optimizer_step   for each micro-batch: forward, loss, backward; then the optimizer (`optimizers.py`)
     splitting        a micro-batch that runs out of memory is tried again in two (`MicroBatchSplitter`)
     checkpointing    layers whose activations do not fit are computed again in the backward (`memory.py`)
 
