@@ -17,7 +17,7 @@ from judge_script import attempts_in, code_in, ranking, verdict
 from ludus.core import Group, InfraError, Message, Segment, SegmentKind, StopReason, Task, Trajectory
 from ludus.observe import rollout_metrics
 from ludus.rewards import Scorer, build_group_reward, build_reward
-from ludus.rewards.judges.asking import blank_image
+from ludus.rewards.judges.asking import BLANK_IMAGE
 from openai_server import OpenAIServer, Raw, chat, cut_off, error, serving
 
 Json = dict[str, Any]
@@ -173,7 +173,7 @@ async def test_a_judge_of_images_is_asked_about_a_image() -> None:
 
     with serving(blind) as server:
         one = attempt("see")
-        one.messages[-1] = Message("assistant", "see", media=(blank_image(),))
+        one.messages[-1] = Message("assistant", "see", media=(BLANK_IMAGE,))
         with pytest.raises(InfraError, match="text only"):
             await Scorer([at(server, "judge", dimensions={"a": 1}, images=True)]).score(one)
 
@@ -182,7 +182,7 @@ def test_the_blank_image_can_be_read() -> None:
     from io import BytesIO
 
     image_module = pytest.importorskip("PIL.Image")
-    data = blank_image().data
+    data = BLANK_IMAGE.data
     assert data is not None
     with image_module.open(BytesIO(data)) as image:
         assert image.size == (64, 64) and image.getpixel((5, 5)) == 255

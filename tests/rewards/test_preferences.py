@@ -30,7 +30,7 @@ from ludus.core.trajectory import Segment, SegmentKind, TokenSequence
 from ludus.observe import RunWriter, write_groups
 from ludus.rewards import Scorer, build_reward
 from ludus.rewards.judges import PairJudge
-from ludus.rewards.judges.pairs import (
+from ludus.rewards.judges.comparisons import (
     AttemptPair,
     PairVerdict,
     agreement,
@@ -38,7 +38,7 @@ from ludus.rewards.judges.pairs import (
     flipped,
     preference_row,
 )
-from ludus.rewards.judges.verdicts import step_scores
+from ludus.rewards.judges.judge import step_scores
 from ludus.training.data.conversations import read_preferences
 from openai_server import OpenAIServer, chat, serving
 

@@ -22,7 +22,7 @@ from ludus.core import (
     Trajectory,
 )
 from ludus.rewards import CountBonus, Curiosity, Ranking, Scorer, exact_match, group_reward
-from ludus.rewards.group_rewards import normalised_ranks
+from ludus.rewards.conduct_rewards import normalised_ranks
 
 
 def ranks_by_counting(keys):

@@ -16,8 +16,8 @@ import pytest
 from ludus.core import InfraError, MissingExtraError
 from ludus.remote.processes import ProcessExecutor
 from ludus.rewards import Scorer, maths
-from ludus.rewards.maths_reward import delimited
 from ludus.rewards.resource_limited import LimitExceeded, limited, run_limited
+from ludus.rewards.text_rewards import delimited
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,8 @@ async def test_a_cold_workers_imports_are_not_the_answers(monkeypatch):
 )
 async def test_an_answer_that_breaks_the_comparison_is_wrong(monkeypatch, how):
     """Whatever sympy or its parser does over an answer: the same target is fine with another one."""
-    monkeypatch.setattr("ludus.rewards.maths_reward.are_equivalent", break_over)
-    monkeypatch.setattr("ludus.rewards.maths_reward.warm_up", list)
+    monkeypatch.setattr("ludus.rewards.text_rewards.are_equivalent", break_over)
+    monkeypatch.setattr("ludus.rewards.text_rewards.warm_up", list)
     said = how if isinstance(how, str | int) else how.__name__
     assert await maths.using(retries=0)(f"break {said}", "5") == 0.0
     assert await maths.using(retries=0)("5", "5") == 1.0

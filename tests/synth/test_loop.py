@@ -22,7 +22,7 @@ from ludus.core.task import Task
 from ludus.core.trajectory import Group, Trajectory
 from ludus.observe import read_trajectories, write_trajectories
 from ludus.rewards import Scorer
-from ludus.rewards.call_rewards import expected_calls
+from ludus.rewards.conduct_rewards import expected_calls
 from ludus.synth import SynthResult, provenance_of
 from ludus.synth.loop.expansion import CapabilityRate, LabelledTask, judge_label, mended, plan_expansion
 from ludus.synth.loop.method import LabelAgent, LoopTool, LoopToolConfig

@@ -19,7 +19,7 @@ from ludus.core import ByteTokenizer, ConfigError, Message, Segment, SegmentKind
 from ludus.core.trajectory import TokenSequence, Trajectory
 from ludus.model import use_ludus_attention
 from ludus.observe import write_trajectories
-from ludus.rewards.judges.pairs import AttemptPair, PairVerdict, preference_row
+from ludus.rewards.judges.comparisons import AttemptPair, PairVerdict, preference_row
 from ludus.training import (
     PreferenceConfig,
     frozen,

@@ -22,7 +22,7 @@ from ludus.llm import ChatError
 from ludus.observe import ReportTable, RunFolder, printable, read_groups, share_text
 from ludus.rewards.judges import PairJudge
 from ludus.rewards.judges.asking import transcript
-from ludus.rewards.judges.pairs import (
+from ludus.rewards.judges.comparisons import (
     AttemptPair,
     PairVerdict,
     Side,

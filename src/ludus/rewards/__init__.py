@@ -9,8 +9,7 @@ from ludus.rewards.check import (
     synthetic_episode,
 )
 from ludus.rewards.compose import Composite, Efficiency, FormatGate, Gate, ToolBonus, Weighted, combine
-from ludus.rewards.group_rewards import CountBonus, Curiosity, Ranking
-from ludus.rewards.maths_reward import maths
+from ludus.rewards.conduct_rewards import CountBonus, Curiosity, Ranking
 from ludus.rewards.registry import GROUP_REWARDS, REWARDS, build_group_reward, build_reward
 from ludus.rewards.reward import (
     FunctionGroupReward,
@@ -20,7 +19,7 @@ from ludus.rewards.reward import (
     reward,
 )
 from ludus.rewards.scorer import Scorer, TurnReward
-from ludus.rewards.text_rewards import Format, contains, exact_match, f1, numeric
+from ludus.rewards.text_rewards import Format, contains, exact_match, f1, maths, numeric
 
 __all__ = [
     "GROUP_REWARDS",

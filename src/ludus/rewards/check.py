@@ -29,7 +29,7 @@ from ludus.core.trajectory import (
     is_success,
 )
 from ludus.core.user_files import json_lines, read_user_text
-from ludus.rewards.group_rewards import average_ranks
+from ludus.rewards.conduct_rewards import average_ranks
 from ludus.rewards.scorer import RewardLike, Scorer, TurnReward
 
 NONSENSE = "I do not know, perhaps zzyzx."

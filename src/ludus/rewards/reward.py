@@ -1,8 +1,5 @@
 """Rewards: plain Python functions of an episode, made by `@reward`, and how they are called.
 
-From trajectory to number: `Scorer.score` asks every reward (`evaluate`), a `FunctionReward` calls the user's
-function with what its parameters name, and `parse_parts` checks what comes back (`scores`).
-
 A reward that breaks is an infrastructure failure and no score: it is retried, then raised as an `InfraError`.
 """
 
@@ -57,7 +54,7 @@ _FIRST_PAUSE = 0.05
 
 
 class CheckedReward:
-    """Marks rewards whose `score` returns checked parts and raises what `with_retries` raises."""
+    """Marks rewards whose scoring returns checked scores and raises what `with_retries` raises."""
 
 
 async def with_retries(
@@ -85,7 +82,7 @@ async def with_retries(
                 if isinstance(error, InfraError):
                     error.attempts = max(error.attempts, attempt)
                     raise
-                raise _failure(name, error, attempt, function) from error
+                raise failure(name, error, attempt, function) from error
         await asyncio.sleep(_FIRST_PAUSE * 2 ** min(attempt - 1, 6))
 
 
@@ -97,9 +94,13 @@ def _retries_for(error: BaseException, retries: int) -> int:
     return max(retries, _CONNECTION_RETRIES) if isinstance(error, ConnectionError) else retries
 
 
-def _failure(
-    name: str, error: BaseException, attempts: int, function: Callable[..., Any] | None
+def failure(
+    name: str,
+    error: BaseException,
+    attempts: int = 1,
+    function: Callable[..., Any] | None = None,
 ) -> InfraError:
+    """What breaks the reward `name`, as an infrastructure failure."""
     if isinstance(error, ScoreError):
         place = defined_at(function) if function is not None else None
         what = f"{error} ({place})" if place else str(error)
@@ -174,6 +175,7 @@ class UserFunction(CheckedReward):
             raise ConfigError(f"{self.name!r}: timeout must be above 0 seconds, or None; not {timeout}")
         if retries < 0:
             raise ConfigError(f"{self.name!r}: retries cannot be {retries}")
+        self.uses_envs = bool(self.takes & {"env", "envs"})
         self.env = env
         if env is not None and not (isinstance(env, type) and "env" in self.takes):
             raise ConfigError(
@@ -181,11 +183,6 @@ class UserFunction(CheckedReward):
                 "function's parameter 'env' gets: give a class, and take `env`"
             )
         functools.update_wrapper(self, function, updated=())
-
-    @property
-    def uses_envs(self) -> bool:
-        """Whether it touches the episode's environments, which only one reward may do at a time."""
-        return bool(self.takes & {"env", "envs"})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **{**self.options, **kwargs})

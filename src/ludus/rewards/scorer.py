@@ -39,6 +39,7 @@ from ludus.rewards.reward import (
     UserFunction,
     call_any,
     current_strictness,
+    failure,
     with_retries,
 )
 from ludus.rewards.scores import (
@@ -46,6 +47,7 @@ from ludus.rewards.scores import (
     EvolvingReward,
     Parts,
     RewardTraits,
+    ScoreError,
     StatefulReward,
     merge,
     number,
@@ -55,6 +57,7 @@ from ludus.rewards.scores import (
     trainable,
 )
 
+_SUM = "the sum of all rewards"
 T = TypeVar("T")
 TurnScores = list[float | None]
 RewardLike = Reward | Callable[..., Any]
@@ -159,11 +162,12 @@ async def _evaluate(reward: Any, method: str, args: tuple[Any, ...], parse: Call
     if strictness is not None and STRICTNESS in inspect.signature(score).parameters:
         options = {STRICTNESS: strictness}
 
+    if isinstance(reward, CheckedReward):
+        # Checked parts must not be parsed again: if the score is left out, the others would be summed.
+        checked: T = await score(*args, **options)
+        return checked
+
     async def call() -> T:
-        if isinstance(reward, CheckedReward):
-            # Checked parts must not be parsed again: if the score is left out, the others would be summed.
-            checked: T = await score(*args, **options)
-            return checked
         return parse(await call_any(score, RewardTraits.of(reward).timeout, *args, **options))
 
     return await with_retries(reward.name, call, function=score)
@@ -257,11 +261,10 @@ class Scorer:
         outcomes = [(r, partial(evaluate, r, *args)) for r in self.rewards]
         turns = [(r, partial(evaluate_turns, r, *args)) for r in self.turn_rewards]
         scores: list[Any] = await self._run([*outcomes, *turns])
-
-        async def write() -> None:
+        try:
             self._write(trajectory, scores[: len(outcomes)], scores[len(outcomes) :])
-
-        await with_retries("the sum of all rewards", write)
+        except ScoreError as error:
+            raise failure(_SUM, error) from error
 
     async def score_group(self, group: Group) -> None:
         """Add the group rewards to the attempts that can be trained on; the others are not even shown.
@@ -276,11 +279,10 @@ class Scorer:
             raise ValueError("this group has been scored already; its attempts would count twice")
         visible = Group(group.task, shown)
         scores = await self._run([(r, partial(evaluate_group, r, visible)) for r in self.group_rewards])
-
-        async def write() -> None:
+        try:
             self._write_group(shown, scores)
-
-        await with_retries("the sum of all rewards", write)
+        except ScoreError as error:
+            raise failure(_SUM, error) from error
 
     async def end_step(self, groups: Sequence[Group]) -> None:
         """After the episodes of a training step, and before its update: rewards may change with the policy.

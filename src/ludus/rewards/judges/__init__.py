@@ -4,11 +4,9 @@
 """
 
 from ludus.rewards.check import Agreement, LabelledAnswer, measure_agreement
-from ludus.rewards.judges.judge import CodeQuality, Judge
-from ludus.rewards.judges.pairs import PairJudge
+from ludus.rewards.judges.comparisons import PairJudge, Ruler
+from ludus.rewards.judges.judge import CodeQuality, Judge, ModelMatch, ProcessJudge, SemiFormal
 from ludus.rewards.judges.rubric import Criterion, EvolutionConfig, Rubric, load_rubric
-from ludus.rewards.judges.ruler import Ruler
-from ludus.rewards.judges.verdicts import ModelMatch, ProcessJudge, SemiFormal
 
 __all__ = [
     "Agreement",

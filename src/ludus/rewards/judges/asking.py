@@ -12,17 +12,15 @@ After an error other than an unusable answer the episode is asked about once mor
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import logging
 import secrets
-import struct
 import time
-import zlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from hashlib import sha256
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, Field
@@ -350,20 +348,15 @@ def harmless(trajectory: Trajectory) -> Trajectory:
     """
     asked = trajectory.task.messages
     text = f"I do not know. ({secrets.token_hex(4)})"
-    media = (blank_image(),) if any(message.media for message in trajectory.messages) else ()
+    media = (BLANK_IMAGE,) if any(message.media for message in trajectory.messages) else ()
     turns = sum(message.role == "assistant" for message in trajectory.messages[len(asked) :])
     messages = [*asked, *[Message("assistant", text, media=media)] * max(1, turns)]
     return replace(trajectory, messages=messages, answer=text, stop=StopReason.ANSWERED)
 
 
-def blank_image(side: int = 64) -> Media:
-    """A white PNG."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
-    pixels = zlib.compress((b"\0" + b"\xff" * side) * side)
-    parts = (chunk(b"IHDR", header), chunk(b"IDAT", pixels), chunk(b"IEND", b""))
-    data = b"\x89PNG\r\n\x1a\n" + b"".join(parts)
-    return Media("image", sha256(data).hexdigest(), data)
+_BLANK_PNG = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAEAAAABACAAAAACPAi4CAAAAKUlEQVR4nO3MQREAAAwCIPuX1hD77SAA6VEEAoFAIBAIBAKBQCAQ"
+    "fA8Gpwvw4pr3blgAAAAASUVORK5CYII="
+)
+BLANK_IMAGE = Media("image", hashlib.sha256(_BLANK_PNG).hexdigest(), _BLANK_PNG)
+"""A white picture of 64 by 64 pixels."""
