@@ -40,7 +40,7 @@ from ludus.observe import read_trajectories, write_trajectories
 from ludus.rollouts.agent import Agent, Demonstrator
 from ludus.rollouts.rollout import Rollout
 from ludus.synth import SynthContext, SynthFolder
-from ludus.synth.paths.path_episodes import demonstration_rollout
+from ludus.synth.episodes import demonstration_rollout
 from ludus.synth.steca import StecaConfig, StepCalibration
 from ludus.tools import as_toolset
 

@@ -23,8 +23,8 @@ from ludus.envs import sandboxed
 from ludus.envs.sandboxed import WorldSpec
 from ludus.rollouts.tasksets import load_tasks
 from ludus.sandbox import Limits, close_shared_sandboxes
-from ludus.synth.astra.examination import examine, make_tasks, play_solutions
-from ludus.synth.astra.method import PROGRAMMER, Astra, AstraConfig, code_in, design_spec, write_world
+from ludus.synth.astra import PROGRAMMER, Astra, AstraConfig, code_in, design_spec, write_world
+from ludus.synth.examination import examine, make_tasks, play_solutions
 from ludus.training import load_recipe
 
 

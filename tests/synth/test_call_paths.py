@@ -18,8 +18,7 @@ from ludus.synth.paths.call_paths import (
     plan_paths,
     schema_values,
 )
-from ludus.synth.paths.schema_fit import fits
-from ludus.synth.paths.signature_graph import ParameterNode, ReturnNode, SignatureGraph, names_fit
+from ludus.synth.paths.signatures import ParameterNode, ReturnNode, SignatureGraph, fits, names_fit
 
 FIELDS = ["flight_id", "city", "price", "user_id", "date_from", "seats"]
 SCALARS: list[dict[str, Any]] = [
@@ -182,7 +181,9 @@ def planner(seed: int = 0) -> PathPlanner:
 def test_magnify_makes_a_chain_of_one_node() -> None:
     path = planner().magnify("book", depth=3)
     assert path.tools == ["search", "compare_prices", "book"]
-    assert path.user_values[0] == ("city", "Rome") and path.user_values[1][0] == "passenger"
+    arguments = [pair for call in path.calls for pair in call.arguments.items()]
+    said = [(name, one.value) for name, one in arguments if isinstance(one, FromUser)]
+    assert said[0] == ("city", "Rome") and said[1][0] == "passenger"
     assert planner().magnify("book", depth=0).tools == ["book"]
 
 

@@ -24,8 +24,8 @@ from ludus.observe import read_trajectories, write_trajectories
 from ludus.rewards import Scorer
 from ludus.rewards.conduct_rewards import expected_calls
 from ludus.synth import SynthResult, provenance_of
-from ludus.synth.loop.expansion import CapabilityRate, LabelledTask, judge_label, mended, plan_expansion
-from ludus.synth.loop.method import LabelAgent, LoopTool, LoopToolConfig
+from ludus.synth.expansion import CapabilityRate, LabelledTask, judge_label, mended, plan_expansion
+from ludus.synth.looptool import LabelAgent, LoopTool, LoopToolConfig
 from ludus.tools import as_toolset, tool
 
 TEAMS = {"Charged twice": "billing", "No login": "access", "No signal": "network", "Lost parcel": "mail"}

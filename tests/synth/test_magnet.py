@@ -22,7 +22,8 @@ from ludus.core.task import Task
 from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequence, Trajectory
 from ludus.observe import read_trajectories, write_trajectories
 from ludus.synth import provenance_of
-from ludus.synth.hardgen import (
+from ludus.synth.paths.call_paths import PathPlanner, schema_values
+from ludus.synth.paths.hardgen import (
     ApiGraph,
     HardGen,
     HardGenConfig,
@@ -31,9 +32,8 @@ from ludus.synth.hardgen import (
     allocate,
     plan_through,
 )
-from ludus.synth.magnet import Magnet, MagnetConfig
-from ludus.synth.paths.call_paths import PathPlanner, schema_values
-from ludus.synth.paths.signature_graph import SignatureGraph
+from ludus.synth.paths.magnet import Magnet, MagnetConfig
+from ludus.synth.paths.signatures import SignatureGraph
 from ludus.tools import as_toolset
 from ludus.training import read_conversations
 

@@ -12,11 +12,10 @@ from travel import TOOLS, VALUES, Library
 from ludus.core import Task, ToolCall, ToolContext
 from ludus.envs import EnvPool
 from ludus.rollouts.agent import Agent
-from ludus.synth.magnet import path_task, template_turns, unsaid
+from ludus.synth.episodes import demonstration_rollout, offered_tools
 from ludus.synth.paths.call_paths import PathPlanner, plan_paths, schema_values, value_of
-from ludus.synth.paths.path_episodes import demonstration_rollout, offered_tools, play_path
-from ludus.synth.paths.schema_fit import inlined
-from ludus.synth.paths.signature_graph import SignatureGraph
+from ludus.synth.paths.magnet import path_task, play_path, template_turns, unsaid
+from ludus.synth.paths.signatures import SignatureGraph, inlined
 from ludus.tools import as_toolset
 from ludus.tools.mcp import mcp_tools
 

@@ -38,9 +38,9 @@ from ludus.rollouts import Budgets, Rollout
 from ludus.rollouts.recorder import EngineChatModel
 from ludus.rollouts.tree import leaf_weights
 from ludus.synth import provenance_of
-from ludus.synth.asking import transcript
 from ludus.synth.director import DirectorActor, DirectorConfig
 from ludus.synth.echo import EchoConfig, HindsightRelabelling
+from ludus.synth.method import transcript
 from ludus.synth.search import SearchConfig, TrajectorySearch, best_of_weight
 from ludus.synth.steca import StecaConfig, StepCalibration, before_step
 from ludus.tools import as_toolset

@@ -37,8 +37,8 @@ from ludus.synth import (
     load_method,
     write_result,
 )
-from ludus.synth.asking import POLICY, ModelSpec
-from ludus.synth.report import tables_of
+from ludus.synth.method import POLICY, ModelSpec
+from ludus.synth.result import tables_of
 from ludus.training.api import train_async
 from ludus.training.checkpoint import resumed_recipe
 from ludus.training.config.parts import Parts, task_set_specs

@@ -5,9 +5,10 @@ each candidate that is left out has a reason. `quality` has the checks, which an
 through.
 """
 
-from ludus.synth.asking import MeteredModel
+from ludus.synth.episodes import EpisodeStep, action_set, quality_of, steps_of
 from ludus.synth.method import (
     METHODS,
+    MeteredModel,
     SourcedTask,
     SynthConfig,
     SynthContext,
@@ -15,17 +16,17 @@ from ludus.synth.method import (
     TaskSource,
     load_method,
 )
-from ludus.synth.report import page_html, write_result
 from ludus.synth.result import (
     Cost,
     ItemResult,
     Rejected,
     SynthFolder,
     SynthResult,
+    page_html,
     provenance_of,
     with_provenance,
+    write_result,
 )
-from ludus.synth.steps import EpisodeStep, action_set, quality_of, steps_of
 
 __all__ = [
     "METHODS",

@@ -21,14 +21,17 @@ from ludus.core.task import Task
 from ludus.core.trajectory import StopReason, Trajectory, is_lost, is_success
 from ludus.rollouts.agent import Agent
 from ludus.rollouts.episode import Episode, EpisodeOver
-from ludus.synth.asking import POLICY, ModelSpec, ask, transcript
+from ludus.synth.episodes import action_set, offered_tools, steps_of
 from ludus.synth.method import (
+    POLICY,
+    ModelSpec,
     SourcedTask,
     SynthConfig,
     SynthContext,
     SynthMethod,
+    ask,
+    transcript,
 )
-from ludus.synth.paths.path_episodes import offered_tools
 from ludus.synth.quality.similarity import KeptExamples, sketch
 from ludus.synth.result import (
     ItemResult,
@@ -38,7 +41,6 @@ from ludus.synth.result import (
     provenance_of,
     with_provenance,
 )
-from ludus.synth.steps import action_set, steps_of
 
 _CONTINUES = "(step continues)"
 _CANNOT = "CANNOT:"

@@ -20,7 +20,6 @@ from ludus.core.random import key
 from ludus.core.registry import load_reference
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory, is_success
-from ludus.synth.asking import POLICY, ModelSpec, ask, transcript
 from ludus.synth.episodes import (
     EpisodesConfig,
     SourcedEpisode,
@@ -29,7 +28,7 @@ from ludus.synth.episodes import (
     recorded_actions,
     replay,
 )
-from ludus.synth.method import SynthContext, SynthMethod
+from ludus.synth.method import POLICY, ModelSpec, SynthContext, SynthMethod, ask, transcript
 from ludus.synth.result import ItemResult, SynthResult, provenance_of, with_provenance
 
 _HINDSIGHT = """An agent was given a task and failed at it. Look at what it did and what the tools answered,

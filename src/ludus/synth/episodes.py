@@ -1,4 +1,4 @@
-"""Episodes that a method begins with, of a file, of a run or played for it; and episodes played again.
+"""Episodes that a method begins with, of a file, of a run or played for it; their steps; episodes played again.
 
 To play recorded actions again, in a fresh environment, before another prompt, or up to a turn, an engine gives
 the recorded tokens instead of sampling, and the episode is played as any other: calls are made, results
@@ -8,24 +8,39 @@ token for token. What follows the recorded actions is the business of another en
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field
 
+from ludus.chat.formats import load_format
+from ludus.chat.formats.base import ParsedAction, split_thinking
 from ludus.chat.renderer import Renderer
 from ludus.core.config import Place
-from ludus.core.failures import ConfigError, not_there
+from ludus.core.failures import ConfigError, InfraError, not_there
 from ludus.core.generation import Completion, Engine, FinishReason, OnTokens, Sampling
-from ludus.core.messages import MediaSpan
+from ludus.core.messages import MediaSpan, Message, ToolCall, ToolResult, ToolSet, ToolSpec
 from ludus.core.task import Task
+from ludus.core.tokenizer import ByteTokenizer
 from ludus.core.trajectory import Trajectory, is_lost
+from ludus.engine import FakeEngine
+from ludus.envs import EnvPool
 from ludus.observe import RunFolder, read_trajectories
+from ludus.rewards import Scorer
+from ludus.rollouts.agent import Agent
+from ludus.rollouts.episode import Episode
+from ludus.rollouts.recorder import Budgets
 from ludus.rollouts.rollout import Rollout
 from ludus.synth.method import SynthConfig, SynthContext, TaskSource
 from ludus.synth.result import current_cost
+from ludus.tools.versions import Unkeyable, canonical
+
+_PLENTY = 10_000_000
+_SHOWN_CHARS = 300
 
 
 class EpisodesConfig(SynthConfig):
@@ -201,3 +216,135 @@ def first_difference(recorded: Trajectory, played: Trajectory) -> str:
     if len(before) != len(now):
         return f"{len(now)} results instead of {len(before)}"
     return ""
+
+
+# Demonstrations: episodes of agents that need no model
+
+
+async def demonstrated_call(episode: Episode, call: ToolCall) -> ToolResult:
+    """Write a call as an action, make it, and observe its result."""
+    made = episode.demonstrate(calls=[call])
+    pairs = await episode.call(made.calls)
+    episode.observe(pairs)
+    ((_, result),) = pairs
+    return result
+
+
+async def plain_reply(episode: Episode, results: Sequence[str]) -> str:
+    """The last result, as it is."""
+    text = results[-1] if results else "done"
+    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
+
+
+async def offered_tools(rollout: Rollout, task: Task | None = None, seed: int = 0) -> list[ToolSpec]:
+    """The tools that an episode of a rollout has, those of its environments included."""
+    found: list[ToolSpec] = []
+
+    class Listing(Agent):
+        async def run(self, episode: Episode) -> None:
+            found.extend(episode.specs)
+
+    listing = replace(rollout, agent=Listing(), scorer=Scorer(()))
+    failure = (await listing.play(task or Task.of("list", id="list"), 0, seed)).failure
+    if failure is not None:
+        raise InfraError(failure.boundary, f"the tools cannot be listed: {failure.message}")
+    return found
+
+
+def demonstration_rollout(
+    agent: Agent,
+    tools: ToolSet,
+    pools: Mapping[str, EnvPool] | None = None,
+    rewards: Sequence[Any] = (),
+) -> Rollout:
+    """A rollout for agents that demonstrate: no model, and no limits but those of the tools."""
+    return Rollout(
+        engine=FakeEngine([]),
+        renderer=Renderer(ByteTokenizer(), load_format("hermes")),
+        scorer=Scorer(rewards, default_total=None if rewards else 0.0),
+        tools=tools,
+        pools=dict(pools or {}),
+        agent=agent,
+        budgets=Budgets(max_turns=1000, max_tokens=_PLENTY, max_observation_tokens=_PLENTY),
+    )
+
+
+# Steps: what was thought, what was called, what came back. Filters and methods read these.
+
+Parse = Callable[[str], ParsedAction]
+"""Reads an action's text in the format that it was written in (`ActionFormat.parse`)."""
+
+_MARKUP = re.compile(r"<tool_call>.*?(?:</tool_call>|$)|```.*?(?:```|$)|<\|python_tag\|>.*", re.S)
+"""How calls look in the usual formats, for episodes of which no format is known."""
+
+CLOSE = 1e-9
+"""Qualities that differ by less are the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeStep:
+    """One action of an episode, and what was observed after it."""
+
+    said: str
+    """The text of the action outside its calls, thinking included."""
+    calls: tuple[ToolCall, ...]
+    results: tuple[Message, ...]
+    """Results of the calls, and whatever else the model read before its next action."""
+
+    @property
+    def is_answer(self) -> bool:
+        return not self.calls
+
+    def is_complete(self, *, needs_thought: bool = True) -> bool:
+        """Whether it has a thought, an action and an observation. An answer ends an episode: it needs no
+        observation, and its text is thought and action in one."""
+        is_observed = self.is_answer or bool(self.results)
+        return is_observed and (not needs_thought or bool(self.said.strip()))
+
+
+def steps_of(trajectory: Trajectory, parse: Parse | None = None) -> list[EpisodeStep]:
+    steps: list[EpisodeStep] = []
+    for message in trajectory.messages[len(trajectory.asked) :]:
+        if message.role == "assistant":
+            said = _outside_calls(message, parse)
+            steps.append(EpisodeStep(said, message.tool_calls, ()))
+        elif steps:
+            last = steps[-1]
+            steps[-1] = EpisodeStep(last.said, last.calls, (*last.results, message))
+    return steps
+
+
+def _outside_calls(message: Message, parse: Parse | None) -> str:
+    if not message.tool_calls:
+        return message.content
+    if parse is not None:
+        parsed = parse(message.content)
+        return f"{parsed.thought}\n{parsed.text}".strip()
+    thought, rest, _ = split_thinking(message.content)
+    return f"{thought}\n{_MARKUP.sub('', rest)}".strip()
+
+
+def call_text(call: ToolCall) -> str:
+    """A call as text in which equal calls are equal."""
+    try:
+        return f"{call.name}({canonical(call.arguments)})"
+    except Unkeyable:
+        return f"{call.name}({call.arguments!r:.2000})"
+
+
+def action_set(steps: Sequence[EpisodeStep]) -> frozenset[str]:
+    """The set of an episode's actions: its calls with their arguments, and its answers."""
+    called = {call_text(call) for step in steps for call in step.calls}
+    answers = {f"say {' '.join(step.said.split())}" for step in steps if step.is_answer}
+    return frozenset(called | answers)
+
+
+def count_calls(steps: Sequence[EpisodeStep]) -> int:
+    return sum(len(step.calls) for step in steps)
+
+
+def quality_of(steps: Sequence[EpisodeStep], *, needs_thought: bool = True) -> float:
+    """0.5 · max(0, 1 − 0.1 · calls) + 0.5 · share of complete turns."""
+    brevity = max(0.0, 1 - 0.1 * count_calls(steps))
+    complete = sum(step.is_complete(needs_thought=needs_thought) for step in steps)
+    return 0.5 * brevity + 0.5 * (complete / len(steps) if steps else 0.0)

@@ -17,11 +17,11 @@ from pydantic import Field
 from ludus.core.generation import HOTTEST, Sampling
 from ludus.core.trajectory import Group, Trajectory, is_lost, is_success
 from ludus.llm.embeddings import load_embedder, open_embedder
+from ludus.synth.episodes import CLOSE, EpisodeStep, Parse, action_set, count_calls, quality_of, steps_of
 from ludus.synth.method import SynthConfig, SynthContext, SynthMethod
 from ludus.synth.quality.checks import Difficulty, check_waste, difficulty_of, difficulty_table
 from ludus.synth.quality.similarity import KeptExamples, cluster, jaccard, sketch, strategy_text
 from ludus.synth.result import Rejected, SynthResult, mean, nothing_kept_hint, with_provenance
-from ludus.synth.steps import CLOSE, EpisodeStep, Parse, action_set, count_calls, quality_of, steps_of
 
 _COMPARED = 500
 """Kept examples that are compared with each other for the report."""

@@ -23,7 +23,6 @@ from ludus.core.random import key
 from ludus.core.registry import load_reference
 from ludus.core.trajectory import Trajectory, is_success
 from ludus.rollouts.rollout import Rollout
-from ludus.synth.asking import POLICY, ModelSpec, ask, transcript
 from ludus.synth.episodes import (
     EpisodesConfig,
     SourcedEpisode,
@@ -33,7 +32,7 @@ from ludus.synth.episodes import (
     replay,
     written_action,
 )
-from ludus.synth.method import SynthContext, SynthMethod
+from ludus.synth.method import POLICY, ModelSpec, SynthContext, SynthMethod, ask, transcript
 from ludus.synth.result import ItemResult, SynthResult, provenance_of, with_provenance
 
 _SCORER = """Score each step of the agent from 0 (harmful or useless) to 10 (the best that could be done

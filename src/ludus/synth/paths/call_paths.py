@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, Literal
 
-from ludus.core.messages import Json, ToolCall, ToolResult
-from ludus.synth.paths.schema_fit import choices_of
-from ludus.synth.paths.signature_graph import ParameterNode, Place, ReturnNode, SignatureGraph
+from ludus.core.messages import Json, ToolResult
+from ludus.synth.paths.signatures import ParameterNode, Place, ReturnNode, SignatureGraph, choices_of
 from ludus.tools import example_of
 from ludus.tools.json_schema import argument_problems
 
@@ -60,17 +59,6 @@ class CallPath:
     @property
     def tools(self) -> list[str]:
         return [call.tool for call in self.calls]
-
-    @property
-    def user_values(self) -> list[tuple[str, Any]]:
-        """Values that the user has to give, as (parameter, value), in order and once each."""
-        found = [
-            (name, source.value)
-            for call in self.calls
-            for name, source in call.arguments.items()
-            if isinstance(source, FromUser)
-        ]
-        return [pair for place, pair in enumerate(found) if pair not in found[:place]]
 
     def by_turn(self) -> Iterator[range]:
         """The numbers of the calls of each turn."""
@@ -307,11 +295,3 @@ def _shown(arguments: Mapping[str, Source]) -> Json:
         name: {"user": one.value} if isinstance(one, FromUser) else {"call": one.call, "at": one.place}
         for name, one in arguments.items()
     }
-
-
-def planned_calls(path: CallPath, results: Sequence[Any]) -> list[ToolCall]:
-    """The calls of a path as they are once all results are known."""
-    return [
-        ToolCall(call.tool, bound_arguments(call, results[:number]))
-        for number, call in enumerate(path.calls)
-    ]

@@ -22,8 +22,8 @@ from ludus.core.random import key, shuffled
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
 from ludus.observe import ReportTable, Share, episode_text
-from ludus.synth.asking import ask
-from ludus.synth.steps import EpisodeStep, call_text, count_calls
+from ludus.synth.episodes import EpisodeStep, call_text, count_calls
+from ludus.synth.method import ask
 from ludus.tools.json_schema import argument_problems
 
 Finding = tuple[str, str]

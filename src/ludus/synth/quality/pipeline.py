@@ -28,9 +28,19 @@ from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory, is_lost, is_success
 from ludus.llm.embeddings import TextEmbedder, open_embedder
 from ludus.rollouts.rollout import Rollout
-from ludus.synth.asking import ModelSpec
-from ludus.synth.episodes import first_difference, recorded_actions, replay
-from ludus.synth.method import SynthConfig, SynthContext
+from ludus.synth.episodes import (
+    CLOSE,
+    EpisodeStep,
+    Parse,
+    action_set,
+    count_calls,
+    first_difference,
+    quality_of,
+    recorded_actions,
+    replay,
+    steps_of,
+)
+from ludus.synth.method import ModelSpec, SynthConfig, SynthContext
 from ludus.synth.quality.checks import (
     LEAST_ATTEMPTS,
     TARGET,
@@ -59,7 +69,6 @@ from ludus.synth.quality.similarity import (
     strategy_text,
 )
 from ludus.synth.result import ItemResult, Rejected, SynthResult, nothing_kept_hint, with_provenance
-from ludus.synth.steps import CLOSE, EpisodeStep, Parse, action_set, count_calls, quality_of, steps_of
 
 
 class QualityConfig(SynthConfig):

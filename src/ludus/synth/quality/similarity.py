@@ -23,7 +23,7 @@ from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
 from ludus.llm.embeddings import TextEmbedder, Vectors
 from ludus.observe import dump_value
-from ludus.synth.steps import EpisodeStep, call_text
+from ludus.synth.episodes import EpisodeStep, call_text
 
 SKETCH = 512
 _AT_ONCE = 1024

@@ -25,13 +25,7 @@ from ludus.rewards.code_tests.fault_attribution import SandboxFactory, score_wit
 from ludus.sandbox import Limits, SandboxConfig, Session, SessionEnded
 from ludus.tools import tool
 from ludus.tools.library.files import FILES, FileOptions
-from ludus.tools.library.sandbox import (
-    BASH,
-    EpisodeSessions,
-    ProgramOptions,
-    SessionLease,
-    SessionStart,
-)
+from ludus.tools.library.sandbox import BASH, EpisodeSessions, ProgramOptions, SessionLease, SessionStart
 from ludus.worlds.swe.instances import (
     PytestTests,
     apply_patch,

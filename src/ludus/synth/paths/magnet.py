@@ -1,7 +1,9 @@
-"""Magnet: from the signatures of tools to multi-turn examples of their use (`signature_graph`, `call_paths`).
+"""Magnet: from the signatures of tools to multi-turn examples of their use (`signatures`, `call_paths`).
 
-Paths are planned over the graph, put into words, and played with the real tools. Needs no tasks and no model
-that can do anything yet; a language model that writes the user's messages makes them less wooden.
+Paths are planned over the graph, put into words, and played with the real tools: each call is made in a real
+episode, and its result feeds the later ones. An episode in which a call is refused, or in which a result lacks
+what a later call needs, is no example. Needs no tasks and no model that can do anything yet; a language model
+that writes the user's messages makes them less wooden.
 """
 
 from __future__ import annotations
@@ -9,36 +11,43 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
 from pydantic import BaseModel, Field
 
-from ludus.core.failures import ConfigError
+from ludus.core.failures import ConfigError, Fault
 from ludus.core.generation import ChatModel, ChatOptions
-from ludus.core.messages import Json, Message, ToolSpec
+from ludus.core.messages import Json, Message, ToolCall, ToolSet, ToolSpec
 from ludus.core.random import key
 from ludus.core.task import Task
+from ludus.core.trajectory import Trajectory
+from ludus.envs import EnvPool
 from ludus.observe import ReportTable
+from ludus.rollouts.agent import Agent
 from ludus.rollouts.episode import Episode
-from ludus.synth.asking import ModelSpec, ask
-from ludus.synth.method import SynthConfig, SynthContext, SynthMethod, TaskSource
+from ludus.synth.episodes import demonstrated_call, demonstration_rollout, offered_tools, plain_reply
+from ludus.synth.method import ModelSpec, SynthConfig, SynthContext, SynthMethod, TaskSource, ask
 from ludus.synth.paths.call_paths import (
     CallPath,
     FromResult,
     FromUser,
+    NoValue,
     Operation,
     PathCall,
     PathPlanner,
+    bound_arguments,
     plan_paths,
     schema_values,
+    value_of,
 )
-from ludus.synth.paths.path_episodes import PathTask, Reply, offered_tools, plain_reply, play_path
-from ludus.synth.paths.signature_graph import SignatureGraph
+from ludus.synth.paths.signatures import SignatureGraph
 from ludus.synth.result import PROVENANCE, ItemResult, SynthResult
 
+Reply = Callable[[Episode, Sequence[str]], Awaitable[str]]
+"""Makes the assistant's reply at the end of a turn, given the results of the turn's calls."""
 _ANSWERER = """You are the assistant in the conversation below. Answer the user's last request in one or two
 sentences, from the results of the tools and from nothing else."""
 
@@ -279,3 +288,90 @@ def _is_said(value: Any, heard: str) -> bool:
     if isinstance(value, dict):
         return all(_is_said(one, heard) for one in value.values())
     return _shown(value).lower() in heard
+
+
+# Playing
+
+
+@dataclass(frozen=True, slots=True)
+class PathTask:
+    """A path with what the user says: the first turn is in the task, the others follow."""
+
+    task: Task
+    path: CallPath
+    further_turns: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class PlayedPath:
+    """An episode, and why it is no example, if it is none."""
+
+    trajectory: Trajectory
+    problem: str = ""
+    schema_faults: int = 0
+    """Calls whose arguments the tool refused; of a legal path there are none."""
+
+
+class _Refused(Exception):
+    """A call of the path did not work."""
+
+
+class PathAgent(Agent):
+    """Makes the calls of a path, and notes what became of them."""
+
+    def __init__(self, planned: PathTask, graph: SignatureGraph, reply: Reply) -> None:
+        self._planned, self._graph, self._reply = planned, graph, reply
+        self.problem = ""
+        self.target: list[Json] = []
+        """The calls that were made."""
+        self.schema_faults = 0
+
+    async def run(self, episode: Episode) -> None:
+        try:
+            await self._play(episode)
+        except (NoValue, _Refused) as problem:
+            self.problem = str(problem)
+
+    async def _play(self, episode: Episode) -> None:
+        results: list[Any] = []
+        planned = self._planned
+        turns = list(planned.path.by_turn())
+        for place, numbers in enumerate(turns):
+            if place:
+                episode.observe(planned.further_turns[place - 1])
+            texts = []
+            for number in numbers:
+                call = planned.path.calls[number]
+                arguments = bound_arguments(call, results)
+                self.target.append({"name": call.tool, "arguments": arguments})
+                result = await demonstrated_call(episode, ToolCall(call.tool, arguments))
+                if result.fault is not None:
+                    self.schema_faults += result.fault in (Fault.BAD_ARGUMENTS, Fault.UNKNOWN_TOOL)
+                    raise _Refused(f"{call.tool} answered with {result.fault}: {result.content:.200}")
+                results.append(value_of(result, self._graph.specs[call.tool].returns))
+                texts.append(result.content)
+                if result.terminated:
+                    if place + 1 < len(turns) or number != numbers[-1]:
+                        raise _Refused(f"{call.tool} ended the episode before the last call")
+                    return
+            said = episode.demonstrate(await self._reply(episode, texts))
+            if place + 1 == len(turns):
+                episode.answer(said.answer)
+
+
+async def play_path(
+    planned: PathTask,
+    graph: SignatureGraph,
+    tools: ToolSet,
+    pools: Mapping[str, EnvPool] | None = None,
+    *,
+    reply: Reply = plain_reply,
+) -> PlayedPath:
+    agent = PathAgent(planned, graph, reply)
+    trajectory = await demonstration_rollout(agent, tools, pools).play(planned.task, 0, 0)
+    problem = agent.problem
+    if not problem and trajectory.failure is not None:
+        problem = f"the episode failed: {trajectory.failure}"
+    trajectory.task = replace(planned.task, target=agent.target)
+    trajectory.rewards, trajectory.reward = {"success": float(not problem)}, float(not problem)
+    return PlayedPath(trajectory, problem, agent.schema_faults)

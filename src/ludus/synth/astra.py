@@ -31,10 +31,9 @@ from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory, is_success
 from ludus.core.user_files import read_user_text
 from ludus.envs.sandboxed import WorldSpec
-from ludus.observe import ReportTable, atomic_file, write_trajectories
-from ludus.synth.asking import ModelSpec, ask
-from ludus.synth.astra.examination import Examination, examine, make_tasks, play_solutions
-from ludus.synth.method import SynthConfig, SynthContext, SynthMethod
+from ludus.observe import ReportTable, atomic_write, write_trajectories
+from ludus.synth.examination import examine, make_tasks, play_solutions
+from ludus.synth.method import ModelSpec, SynthConfig, SynthContext, SynthMethod, ask
 from ludus.synth.result import ItemResult, Rejected, SynthResult, with_provenance
 
 _BATCH = 32
@@ -76,8 +75,7 @@ class Astra(SynthMethod[AstraConfig]):
         spec = await self._designed(context, page)
         drafts: list[Json] = []
         folder = Path(context.folder.path) / "environment"
-        rules, findings = "", [""]
-        while findings:
+        while not drafts or drafts[-1]["findings"]:
             if len(drafts) >= self.settings.attempts:
                 lines = [
                     f"draft {number}: {'; '.join(one['findings'])}"
@@ -87,10 +85,8 @@ class Astra(SynthMethod[AstraConfig]):
                     f"no environment could be made of {self.settings.page} in {len(drafts)} attempts\n"
                     + "\n".join(lines)
                 )
-            previous, problems = rules, [one for one in findings if one]
-            draft = await self._draft(context, len(drafts), folder, page, spec, previous, problems)
-            drafts.append(draft)
-            rules, findings = str(draft["rules"]), list(draft["findings"])
+            drafts.append(await self._draft(context, drafts, folder, page, spec))
+        rules = str(drafts[-1]["rules"])
         write_world(folder, page, spec, rules)
         result = await self._played(context, folder, spec, rules)
         rows: list[list[Any]] = [
@@ -115,25 +111,31 @@ class Astra(SynthMethod[AstraConfig]):
         return WorldSpec.model_validate((await context.once("design", design)).notes["spec"])
 
     async def _draft(
-        self,
-        context: SynthContext,
-        number: int,
-        folder: Path,
-        page: str,
-        spec: WorldSpec,
-        previous: str,
-        problems: list[str],
+        self, context: SynthContext, drafts: Sequence[Json], folder: Path, page: str, spec: WorldSpec
     ) -> Json:
+        """The rules, written and tried; after a draft, written again with what was wrong with it."""
         model = await context.model(self.settings.designer)
+        asked = [
+            Message("system", PROGRAMMER),
+            Message("user", f"{page[:_MOST_PAGE]}\n\nThe tools:\n{spec.model_dump_json(indent=1)}"),
+        ]
+        if drafts:
+            listed = "\n".join(f"- {one}" for one in drafts[-1]["findings"])
+            text = (
+                f"That module was tried, and this is wrong with it:\n{listed}\n"
+                "Write the whole module again."
+            )
+            previous = Message("assistant", f"```python\n{drafts[-1]['rules']}\n```")
+            asked += [previous, Message("user", text)]
 
         async def write() -> ItemResult:
-            rules = await write_rules(page, spec, model, self._options, previous, problems)
+            rules = code_in((await model.chat(asked, self._options)).text)
             write_world(folder, page, spec, rules)
-            found: Examination = await examine(folder, spec, rules, self.settings.sample)
-            findings = [str(one) for one in found.findings]
-            return ItemResult(notes={"rules": rules, "findings": findings, "refused": found.refused})
+            found = await examine(folder, spec, rules, self.settings.sample)
+            notes = {"rules": rules, "findings": found.findings, "refused": found.refused}
+            return ItemResult(notes=notes)
 
-        return (await context.once(f"draft-{number + 1}", write)).notes
+        return (await context.once(f"draft-{len(drafts) + 1}", write)).notes
 
     async def _played(
         self, context: SynthContext, folder: Path, spec: WorldSpec, rules: str
@@ -207,10 +209,10 @@ def write_world(folder: Path, page: str, spec: WorldSpec, rules: str) -> None:
     """Write the files of an environment. Its names become keys and functions, so they are checked again."""
     WorldSpec.model_validate(spec.model_dump())
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / "page.txt", page)
-    _write(folder / "world.json", spec.model_dump_json(indent=2))
-    _write(folder / "world.py", rules)
-    _write(folder / "environment.py", _ENVIRONMENT)
+    atomic_write(folder / "page.txt", page)
+    atomic_write(folder / "world.json", spec.model_dump_json(indent=2))
+    atomic_write(folder / "world.py", rules)
+    atomic_write(folder / "environment.py", _ENVIRONMENT)
 
 
 def write_package(
@@ -220,8 +222,8 @@ def write_package(
     held_out: Sequence[Task],
     demonstrations: Sequence[Trajectory],
 ) -> None:
-    _write(folder / "tasks.jsonl", "".join(_line(task) for task in training))
-    _write(folder / "held_out.jsonl", "".join(_line(task) for task in held_out))
+    atomic_write(folder / "tasks.jsonl", "".join(_line(task) for task in training))
+    atomic_write(folder / "held_out.jsonl", "".join(_line(task) for task in held_out))
     write_trajectories(folder / "demonstrations.parquet", demonstrations)
     longest = max(one.turns for one in demonstrations)
     # of the byte tokenizer that demonstrations are recorded with, which has the most tokens of all
@@ -249,7 +251,7 @@ def write_package(
         },
     }
     comment = 'Made from page.txt by `ludus synth astra`. For another model: [model] name = "..."'
-    _write(folder / "recipe.toml", toml_text(recipe, comment))
+    atomic_write(folder / "recipe.toml", toml_text(recipe, comment))
 
 
 def _line(task: Task) -> str:
@@ -261,11 +263,6 @@ def _line(task: Task) -> str:
         "metadata": {"solution": task.metadata["solution"]},
     }
     return json.dumps(row, ensure_ascii=False) + "\n"
-
-
-def _write(path: Path, text: str) -> None:
-    with atomic_file(path) as temporary:
-        Path(temporary).write_text(text, encoding="utf-8")
 
 
 _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.S)
@@ -345,28 +342,6 @@ def _check_acts_on_something(spec: WorldSpec) -> None:
             "no tool has parameters: give each tool a list of what it takes, such as "
             f'"{spec.tools[-1].name}", "parameters": [{{"name": "title", "description": "..."}}]'
         )
-
-
-async def write_rules(
-    page: str,
-    spec: WorldSpec,
-    model: ChatModel,
-    options: ChatOptions,
-    previous: str = "",
-    problems: Sequence[str] = (),
-) -> str:
-    """The rules; `previous` ones are asked again for, with what was wrong with them."""
-    asked = [
-        Message("system", PROGRAMMER),
-        Message("user", f"{page[:_MOST_PAGE]}\n\nThe tools:\n{spec.model_dump_json(indent=1)}"),
-    ]
-    if problems:
-        listed = "\n".join(f"- {one}" for one in problems)
-        text = (
-            f"That module was tried, and this is wrong with it:\n{listed}\nWrite the whole module again."
-        )
-        asked += [Message("assistant", f"```python\n{previous}\n```"), Message("user", text)]
-    return code_in((await model.chat(asked, options)).text)
 
 
 def code_in(text: str) -> str:

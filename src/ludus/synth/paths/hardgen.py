@@ -21,10 +21,10 @@ from ludus.core.messages import Json, ToolCall, ToolSpec
 from ludus.core.trajectory import Trajectory, is_success
 from ludus.observe import ReportTable, Share
 from ludus.synth.episodes import EpisodesConfig, episodes_of
-from ludus.synth.magnet import PathConfig, graph_of, planner_of, play_examples
 from ludus.synth.method import SynthContext, SynthMethod
 from ludus.synth.paths.call_paths import CallPath, PathPlanner, path_text
-from ludus.synth.paths.schema_fit import type_name
+from ludus.synth.paths.magnet import PathConfig, graph_of, planner_of, play_examples
+from ludus.synth.paths.signatures import type_name
 from ludus.synth.result import SynthResult
 
 K = TypeVar("K", bound=Hashable)

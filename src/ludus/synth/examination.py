@@ -32,7 +32,7 @@ from ludus.envs.sandboxed import (
 )
 from ludus.rollouts.agent import Demonstrator, Expert
 from ludus.rollouts.env_contract import EnvContract
-from ludus.synth.paths.path_episodes import demonstration_rollout
+from ludus.synth.episodes import demonstration_rollout
 from ludus.tools import as_toolset, example_of
 
 _MOST_TURNS = 40
@@ -42,31 +42,21 @@ _LEAST_RANDOM = 0.9
 _REPEATED = 4
 
 
-@dataclass(frozen=True, slots=True)
-class WorldFinding:
-    """A problem. `kind` is a short name that reports count by."""
-
-    kind: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.kind}: {self.text}"
-
-
 @dataclass(slots=True)
 class Examination:
     """Findings, and the tasks that were made on the way."""
 
-    findings: list[WorldFinding] = field(default_factory=list)
+    findings: list[str] = field(default_factory=list)
     tasks: list[Task] = field(default_factory=list)
     refused: dict[str, float] = field(default_factory=dict)
     """The share of wrong solutions that scored 0, by how they were made wrong."""
 
 
 class _Wrong(Exception):
+    """A finding; it begins with its kind."""
+
     def __init__(self, kind: str, text: str) -> None:
-        super().__init__(text)
-        self.finding = WorldFinding(kind, text)
+        super().__init__(f"{kind}: {text}")
 
 
 async def examine(folder: Path, spec: WorldSpec, rules: str, sample: int = 8) -> Examination:
@@ -79,9 +69,9 @@ async def examine(folder: Path, spec: WorldSpec, rules: str, sample: int = 8) ->
         await _try_wrong_solutions(folder, spec, found)
         await _try_contract(folder, spec, found.tasks)
     except _Wrong as wrong:
-        found.findings.append(wrong.finding)
+        found.findings.append(str(wrong))
     except RulesBroken as broken:
-        found.findings.append(WorldFinding("rules", str(broken)))
+        found.findings.append(f"rules: {broken}")
     return found
 
 

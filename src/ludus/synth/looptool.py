@@ -29,8 +29,8 @@ from ludus.llm import UnusableReply
 from ludus.observe import Diagnosis, ReportTable, Share, diagnose, read_trajectories, write_trajectories
 from ludus.rollouts.agent import Agent, Demonstrator
 from ludus.rollouts.episode import Episode
-from ludus.synth.asking import ModelSpec
-from ludus.synth.loop.expansion import (
+from ludus.synth.episodes import demonstrated_call, offered_tools, plain_reply
+from ludus.synth.expansion import (
     CapabilityRate,
     Generator,
     LabelledTask,
@@ -45,13 +45,13 @@ from ludus.synth.loop.expansion import (
     plan_expansion,
 )
 from ludus.synth.method import (
+    ModelSpec,
     ModelTrainer,
     SynthConfig,
     SynthContext,
     SynthMethod,
     TaskSource,
 )
-from ludus.synth.paths.path_episodes import demonstrated_call, offered_tools, plain_reply
 from ludus.synth.result import ItemResult, SynthResult, with_provenance
 
 
@@ -103,10 +103,22 @@ class LoopTool(SynthMethod[LoopToolConfig]):
     needs_policy = False
 
     async def run(self, context: SynthContext) -> SynthResult:
+        settings, source = self.settings, context.sources[0]
         if context.trainer is None:
             raise ConfigError("there is nothing here that trains: use ludus synth looptool")
-        loop = await _Loop.begun(self.settings, context, context.trainer)
-        return await loop.run()
+        order = shuffled(len(source.tasks), key(context.seed, "probe"))
+        tasks = [source.tasks[place] for place in order[: settings.tasks]]
+        if len(tasks) <= settings.probe and settings.expand == "tasks":
+            raise ConfigError(
+                f"there are {len(tasks)} training tasks, and {settings.probe} of them are set apart to probe "
+                "with (synth.looptool.probe): lower it, give more tasks, or set expand"
+            )
+        if settings.expand == "writer" and settings.writer is None:
+            raise ConfigError('expand = "writer" needs synth.looptool.writer, a language model')
+        specs = await offered_tools(source.rollout, tasks[0] if tasks else None)
+        judge = await context.model(settings.judge) if settings.judge is not None else None
+        probe, pool = tasks[: settings.probe], tasks[settings.probe :]
+        return await _Loop(settings, context, context.trainer, source, specs, probe, pool, judge).run()
 
 
 @dataclass(slots=True)
@@ -122,27 +134,6 @@ class _Loop:
     used: set[str] = field(default_factory=set)
     result: SynthResult = field(default_factory=SynthResult)
     rounds: list[_Round] = field(default_factory=list)
-
-    @classmethod
-    async def begun(
-        cls, settings: LoopToolConfig, context: SynthContext, trainer: ModelTrainer
-    ) -> _Loop:
-        source = context.sources[0]
-        tasks = [
-            source.tasks[place] for place in shuffled(len(source.tasks), key(context.seed, "probe"))
-        ]
-        tasks = tasks[: settings.tasks]
-        if len(tasks) <= settings.probe and settings.expand == "tasks":
-            raise ConfigError(
-                f"there are {len(tasks)} training tasks, and {settings.probe} of them are set apart to probe "
-                "with (synth.looptool.probe): lower it, give more tasks, or set expand"
-            )
-        if settings.expand == "writer" and settings.writer is None:
-            raise ConfigError('expand = "writer" needs synth.looptool.writer, a language model')
-        specs = await offered_tools(source.rollout, tasks[0] if tasks else None)
-        judge = await context.model(settings.judge) if settings.judge is not None else None
-        apart, pool = tasks[: settings.probe], tasks[settings.probe :]
-        return cls(settings, context, trainer, source, specs, apart, pool, judge)
 
     async def run(self) -> SynthResult:
         kept = await self._first_data()

@@ -25,8 +25,8 @@ from ludus.core.random import key, shuffled
 from ludus.core.task import Task
 from ludus.core.trajectory import Group, Trajectory, is_success
 from ludus.core.user_code import error_with_location
-from ludus.synth.asking import ask
-from ludus.synth.hardgen import allocate
+from ludus.synth.method import ask
+from ludus.synth.paths.hardgen import allocate
 
 Decision = Literal["keep", "mend", "drop"]
 
