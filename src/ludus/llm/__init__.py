@@ -5,7 +5,6 @@ rubrics and synthesis use nothing else.
 """
 
 from ludus.llm.config import ChatModelConfig, load_chat_model
-from ludus.llm.http import API_KEY, Address, ModelServerClient, is_address
 from ludus.llm.json_reply import JsonReply, UnusableReply, ask_json, parse_json
 from ludus.llm.limits import (
     BudgetExceeded,
@@ -16,7 +15,7 @@ from ludus.llm.limits import (
     CountsUsage,
     LimitedChatModel,
 )
-from ludus.llm.remote import ChatError, RemoteChatModel
+from ludus.llm.remote import API_KEY, Address, ChatError, ModelServerClient, RemoteChatModel, is_address
 from ludus.remote.client import RetryPolicy
 
 __all__ = [

@@ -17,9 +17,8 @@ from ludus.core.failures import ConfigError
 from ludus.core.generation import ChatModel, ChatOptions, ChatReply, policy_model
 from ludus.core.messages import Message
 from ludus.core.registry import Registry
-from ludus.llm.http import Address, ModelServerClient, is_address
 from ludus.llm.limits import CachedChatModel, ChatBudget, ChatLimits, LimitedChatModel
-from ludus.llm.remote import RemoteChatModel
+from ludus.llm.remote import Address, ModelServerClient, RemoteChatModel, is_address
 from ludus.remote.client import RetryPolicy
 from ludus.remote.threads import run_sync
 
@@ -27,21 +26,6 @@ POLICY = "policy"
 """The name of the model that is trained or evaluated."""
 LOADERS = Registry("loader of chat models", group="ludus.chat_models")
 """`frozen` loads a model's weights, by its folder or hub name, as a `ChatModel`."""
-
-
-class BudgetConfig(Config):
-    """The most that may be spent on a model in a run; prices are per million tokens."""
-
-    calls: int | None = Field(default=None, ge=0)
-    """Most requests, those that are sent again not counted."""
-    tokens: int | None = Field(default=None, ge=0)
-    """Most tokens, of questions and answers together."""
-    money: float | None = Field(default=None, ge=0)
-    """Most money, in the currency of the prices."""
-    prompt_price: float = Field(default=0.0, ge=0)
-    """Price of a million tokens of questions."""
-    completion_price: float = Field(default=0.0, ge=0)
-    """Price of a million tokens of answers."""
 
 
 class ChatModelConfig(Config):
@@ -65,7 +49,7 @@ class ChatModelConfig(Config):
     """Most tokens a minute, of questions and answers together."""
     wait_seconds: float = Field(default=600.0, gt=0)
     """Longest wait for a turn by these limits."""
-    budget: BudgetConfig = BudgetConfig()
+    budget: ChatBudget = ChatBudget()
     """The most that may be spent."""
     cache: bool | Place = False
     """Keep answers and give them again to the same questions: a folder, or true for `chat` in LUDUS_CACHE."""
@@ -121,7 +105,7 @@ def limited(model: ChatModel, config: ChatModelConfig) -> ChatModel:
     limits = ChatLimits(
         config.concurrency, config.requests_per_minute, config.tokens_per_minute, config.wait_seconds
     )
-    model = LimitedChatModel(model, limits, ChatBudget(**config.budget.model_dump()))
+    model = LimitedChatModel(model, limits, config.budget)
     if config.cache is False:
         return model
     folder = cache_folder() / "chat" if config.cache is True else Path(config.cache)

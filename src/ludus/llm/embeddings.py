@@ -31,8 +31,7 @@ from ludus.core.failures import ConfigError, LudusError
 from ludus.core.messages import Json
 from ludus.core.registry import load_reference
 from ludus.core.user_code import error_with_location
-from ludus.llm.http import Address, ModelServerClient, is_address, refusal
-from ludus.llm.remote import ChatError
+from ludus.llm.remote import Address, ChatError, ModelServerClient, is_address, refusal
 from ludus.remote.client import BadResponse, RequestFailed, RetryPolicy
 from ludus.remote.main_loop import run_coroutine
 

@@ -20,8 +20,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
+from ludus.core.config import Config
 from ludus.core.generation import ChatModel, ChatOptions, ChatReply
 from ludus.core.messages import Message
 from ludus.core.strict_json import decode
@@ -78,15 +79,19 @@ class CountsUsage(Protocol):
     usage: ChatUsage
 
 
-@dataclass(frozen=True, slots=True)
-class ChatBudget:
-    """The most that may be spent in a run; None is no bound. Prices are per million tokens."""
+class ChatBudget(Config):
+    """The most that may be spent on a model in a run; prices are per million tokens."""
 
-    calls: int | None = None
-    tokens: int | None = None
-    money: float | None = None
-    prompt_price: float = 0.0
-    completion_price: float = 0.0
+    calls: int | None = Field(default=None, ge=0)
+    """Most requests, those that are sent again not counted."""
+    tokens: int | None = Field(default=None, ge=0)
+    """Most tokens, of questions and answers together."""
+    money: float | None = Field(default=None, ge=0)
+    """Most money, in the currency of the prices."""
+    prompt_price: float = Field(default=0.0, ge=0)
+    """Price of a million tokens of questions."""
+    completion_price: float = Field(default=0.0, ge=0)
+    """Price of a million tokens of answers."""
 
     def cost(self, prompt_tokens: int, completion_tokens: int) -> float:
         spent = prompt_tokens * self.prompt_price + completion_tokens * self.completion_price

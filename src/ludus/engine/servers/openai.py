@@ -25,7 +25,7 @@ from ludus.core.messages import Json, Message, ToolCall
 from ludus.core.tokenizer import Tokenizer
 from ludus.engine.servers.client import ServerEngine
 from ludus.engine.servers.transcript import TranscriptTokenizer
-from ludus.llm.http import Address, ModelServerClient, checked_text, first_choice, refusal, token_count
+from ludus.llm.remote import Address, ModelServerClient, checked_text, first_choice, refusal, token_count
 from ludus.remote.client import BadResponse, RequestFailed, RetryPolicy, ServerReply
 
 log = logging.getLogger(__name__)

@@ -43,7 +43,7 @@ from ludus.engine.servers.vllm_api import (
     score_body,
 )
 from ludus.engine.servers.vllm_server import VllmOptions, VllmServer, model_config
-from ludus.llm.http import Address
+from ludus.llm.remote import Address
 from ludus.model.hf_model import vocabulary_size
 from ludus.remote.client import BadResponse, ConnectionFailed
 

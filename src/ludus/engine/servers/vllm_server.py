@@ -21,7 +21,7 @@ from ludus.core.failures import ConfigError, EngineError
 from ludus.core.messages import Json
 from ludus.engine.servers.client import Deadlines
 from ludus.engine.servers.vllm_api import REQUEST_PREFIX
-from ludus.llm.http import API_KEY, Address, ModelServerClient
+from ludus.llm.remote import API_KEY, Address, ModelServerClient
 from ludus.remote.client import (
     BadResponse,
     ConnectionFailed,

@@ -31,7 +31,7 @@ from ludus.core.failures import ConfigError, MissingExtraError, ToolFault
 from ludus.core.registry import load_reference
 from ludus.core.user_files import decode_user_text, file_problem, parse_user_json
 from ludus.llm.embeddings import TextEmbedder, load_embedder, model_folder
-from ludus.llm.http import is_address
+from ludus.llm.remote import is_address
 from ludus.observe import atomic_directory, remove_directory
 from ludus.tools.tool import Tool
 

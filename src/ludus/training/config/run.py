@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from ludus.core.config import Config, Place, ShortConfig
 from ludus.core.generation import COLDEST, HOTTEST, Sampling
-from ludus.llm.http import is_address
+from ludus.llm.remote import is_address
 
 _TRUNCATION = {"top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
 """Sampling settings that importance ratios rule out, and the values with which they do nothing."""
