@@ -13,8 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ludus.remote.main_loop import run_coroutine
-from ludus.remote.threads import frozen_gc, run_to_the_end
+from ludus.remote.threads import frozen_gc, run_coroutine, run_to_the_end
 
 word: contextvars.ContextVar[str] = contextvars.ContextVar("word")
 

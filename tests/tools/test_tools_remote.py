@@ -29,7 +29,7 @@ from ludus.core import (
     ToolResult,
     ToolSpec,
 )
-from ludus.remote.threads import PerLoop
+from ludus.remote.client import PerLoop
 from ludus.serve import ServerConfig, ToolServer
 from ludus.tools import as_toolset, tool
 from ludus.tools.hosting import LocalHost, OutcomeUnknown

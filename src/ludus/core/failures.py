@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from ludus.core.user_code import error_with_location
 
@@ -99,7 +100,14 @@ def not_there(path: str | Path, what: str = "file", *, beside_recipe: bool = Tru
 
 
 class LudusError(Exception):
-    """The root of everything Ludus raises on purpose."""
+    """The root of everything Ludus raises on purpose. It pickles with its fields."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (type(self), *self.args), vars(self)
+
+
+def _unpickled(kind: type[LudusError], *args: Any) -> LudusError:
+    return kind.__new__(kind, *args)
 
 
 class ConfigError(LudusError):

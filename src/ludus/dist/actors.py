@@ -29,7 +29,7 @@ from ludus.rewards.scorer import evaluate, evaluate_turns
 from ludus.rewards.scores import DEFAULT_TIMEOUT
 from ludus.tools.hosting import PooledHost, ToolFacts, ToolReference
 from ludus.tools.hosting.host import LOADER, HostedTools, error_to_json, reply_of
-from ludus.tools.toolset import malformed
+from ludus.tools.tool import malformed
 
 _START_SECONDS = 300.0
 

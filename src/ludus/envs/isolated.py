@@ -16,20 +16,13 @@ import asyncio
 import inspect
 import os
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ludus.core.failures import (
-    Boundary,
-    CannotFork,
-    ConfigError,
-    Fault,
-    InfraError,
-    LudusError,
-    ToolFault,
-)
+from ludus.core.failures import Boundary, CannotFork, ConfigError, InfraError, LudusError, ToolFault
 from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult
 from ludus.core.task import Task
 from ludus.core.user_code import UserError
@@ -60,6 +53,10 @@ from ludus.tools import FunctionTool, LocalTools, Tool
 
 class EnvRaised(Exception):
     """An environment raised something in its process; the text says what and where."""
+
+
+class EnvAttributeError(AttributeError):
+    """An attribute that the environment in its process does not have."""
 
 
 class IsolatedEnv:
@@ -217,29 +214,15 @@ class IsolatedEnv:
             raise InfraError(
                 Boundary.ENV, message, retriable=False, replay=True, kind=type(error).__name__
             ) from error
-        if kind != "value":  # the answer could not be pickled, or the call not be read
-            raise ConfigError(
-                f"the environment {self._name!r} lives in another process, and {what} cannot travel: {value}"
-            )
-        return _unpacked(value, what)
-
-
-def _unpacked(outcome: tuple[str, Any], what: str) -> Any:
-    """The return value of a call in the child process; its exception is raised here."""
-    kind, value = outcome
-    if kind == "value":
-        return value
-    if kind == "infra":
-        raise InfraError(Boundary(value.pop("boundary")), value.pop("message"), **value)
-    if kind == "config":
-        raise ConfigError(value)
-    if kind == "fork":
-        raise CannotFork(value, "the environment")
-    if kind == "fault":
-        raise ToolFault(value["message"], Fault(value["fault"]))
-    if kind == "attribute":
-        raise AttributeError(value)
-    raise EnvRaised(f"{what}: {value}")
+        if kind == "value":
+            return value
+        if isinstance(value, EnvRaised):
+            raise EnvRaised(f"{what}: {value}")
+        if isinstance(value, (LudusError, EnvAttributeError)):
+            raise value
+        raise ConfigError(  # the answer could not be pickled, or the call not be read
+            f"the environment {self._name!r} lives in another process, and {what} cannot travel: {value}"
+        )
 
 
 def session_memory_mb(leader: int) -> float:
@@ -318,37 +301,30 @@ class _Host:
 _host: _Host | None = None
 
 
-def _make(factory: Callable[[], Any], name: str) -> tuple[str, Any]:
+def _make(factory: Callable[[], Any], name: str) -> Any:
     global _host
-
-    def make() -> Any:
-        global _host
+    with _portable_errors():
         _host = _Host(factory, name)
         return _host.described()
 
-    return _outcome(make)
 
-
-def _perform(what: str, *args: Any) -> tuple[str, Any]:
+def _perform(what: str, *args: Any) -> Any:
     host = _host
     assert host is not None
-    return _outcome(lambda: host.run(host.perform(what, *args)))
+    with _portable_errors():
+        return host.run(host.perform(what, *args))
 
 
-def _outcome(work: Callable[[], Any]) -> tuple[str, Any]:
-    """The outcome of a call as data: exceptions lose their place and their fields on the way."""
+@contextmanager
+def _portable_errors() -> Iterator[None]:
+    """Errors of user code as text with its place: an exception loses that, and may not pickle at all."""
     try:
-        return "value", work()
-    except InfraError as error:
-        fields = {name: getattr(error, name) for name in ("attempts", "retriable", "replay", "kind")}
-        return "infra", {"boundary": error.boundary.value, "message": str(error), **fields}
-    except ToolFault as error:
-        return "fault", {"message": str(error), "fault": error.fault.value}
-    except CannotFork as error:
-        return "fork", error.reason
+        yield
+    except (InfraError, ToolFault, CannotFork, ConfigError):
+        raise
     except LudusError as error:
-        return "config", str(error)
+        raise ConfigError(str(error)) from None
     except AttributeError as error:
-        return "attribute", str(UserError.of(error))
+        raise EnvAttributeError(str(UserError.of(error))) from None
     except BaseException as error:  # noqa: BLE001 - whatever the environment raised
-        return "raised", str(UserError.of(error))
+        raise EnvRaised(str(UserError.of(error))) from None

@@ -33,7 +33,7 @@ from ludus.core.registry import load_reference
 from ludus.core.user_code import error_with_location
 from ludus.llm.remote import Address, ChatError, ModelServerClient, is_address, refusal
 from ludus.remote.client import BadResponse, RequestFailed, RetryPolicy
-from ludus.remote.main_loop import run_coroutine
+from ludus.remote.threads import run_coroutine
 
 log = logging.getLogger(__name__)
 

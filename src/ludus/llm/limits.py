@@ -27,7 +27,8 @@ from ludus.core.generation import ChatModel, ChatOptions, ChatReply
 from ludus.core.messages import Message
 from ludus.core.strict_json import decode
 from ludus.llm.remote import ChatError
-from ludus.remote.threads import PerLoop, run_sync
+from ludus.remote.client import PerLoop
+from ludus.remote.threads import run_sync
 
 _BURST_SECONDS = 10.0
 _CHARS_PER_TOKEN = 3

@@ -21,12 +21,12 @@ from ludus.remote.client import (
     BadResponse,
     ConnectionFailed,
     HttpClient,
+    PerLoop,
     RequestFailed,
     RetryPolicy,
     ServerReply,
     load_aiohttp,
 )
-from ludus.remote.threads import PerLoop
 
 log = logging.getLogger(__name__)
 

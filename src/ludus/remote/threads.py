@@ -16,13 +16,13 @@ import gc
 import os
 import threading
 import time
-import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ludus.core.failures import LudusError
 from ludus.core.user_code import pending_locations, thread_location
@@ -362,72 +362,47 @@ async def stop_all(running: Sequence[asyncio.Future[Any]]) -> None:
     await asyncio.gather(*running, return_exceptions=True)
 
 
-class AsyncClosable(Protocol):
-    """A resource that has to be closed in the event loop that made it."""
-
-    def close(self) -> Any:
-        """Release it; an awaitable."""
+# The event loop of a sync caller
 
 
-R = TypeVar("R", bound=AsyncClosable)
-_Opened = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[R, AsyncGenerator[R, None]]]
+def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run`; where a loop is running already, as in a notebook, on a loop in a thread of its own.
 
-
-class PerLoop(Generic[R]):
-    """One resource per event loop, made when first needed.
-
-    It is closed by `close`, with the event loop, or when this object is garbage. An async generator
-    holds it, and event loops close their async generators when they shut down.
+    The caller waits either way. An interrupt cancels the coroutine, and is raised when that has ended.
     """
+    if not _is_in_a_loop():
+        return asyncio.run(coroutine)
+    outcome: Future[T] = Future()
+    began: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = Future()
 
-    def __init__(self, make: Callable[[], R]) -> None:
-        self._make = make
-        self._opened: _Opened[R] = weakref.WeakKeyDictionary()
-        weakref.finalize(self, _close_soon, self._opened)
+    async def main() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        began.set_result((asyncio.get_running_loop(), task))
+        return await coroutine
 
-    async def get(self) -> R:
-        """This event loop's resource."""
-        loop = asyncio.get_running_loop()
-        if loop not in self._opened:
-            owner = _owner(self._make(), self._opened)
-            # nothing is awaited in between: two callers get the same one
-            self._opened[loop] = await anext(owner), owner
-        return self._opened[loop][0]
+    def work() -> None:
+        try:
+            outcome.set_result(asyncio.run(main()))
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            outcome.set_exception(error)
 
-    async def close(self) -> None:
-        """Close this event loop's resource."""
-        opened = self._opened.get(asyncio.get_running_loop())
-        if opened is not None:
-            await opened[1].aclose()
-
-
-async def _owner(resource: R, opened: _Opened[R]) -> AsyncGenerator[R, None]:
-    """Holds a resource, and not the object that it is for, which may be collected before."""
-    loop = asyncio.get_running_loop()
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), name="ludus-run")
+    thread.start()
     try:
-        yield resource
+        return outcome.result()
+    except KeyboardInterrupt:
+        loop, task = began.result()
+        if not outcome.done():
+            loop.call_soon_threadsafe(task.cancel)
+        raise
     finally:
-        # Kept, it would keep its event loop alive, which is what lets go of it.
-        opened.pop(loop, None)
-        await resource.close()
+        thread.join()
 
 
-def _close_soon(opened: _Opened[Any]) -> None:
-    """Close all that is open, each on its event loop; a loop that has ended has closed its own."""
-    for loop, (_, owner) in list(opened.items()):
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(_close, loop, owner)
-
-
-def _close(loop: asyncio.AbstractEventLoop, owner: AsyncGenerator[Any, None]) -> None:
-    closing = loop.create_task(_closed(owner))
-    _closing.add(closing)
-    closing.add_done_callback(_closing.discard)
-
-
-async def _closed(owner: AsyncGenerator[Any, None]) -> None:
-    await owner.aclose()
-
-
-_closing: set[asyncio.Task[None]] = set()
-"""Event loops hold their tasks weakly."""
+def _is_in_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

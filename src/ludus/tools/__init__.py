@@ -7,16 +7,8 @@ processes behind the tool server), `mcp` (the tools of MCP servers); `remote` ha
 
 from ludus.tools.calling import OutputLimits
 from ludus.tools.json_schema import example_of
-from ludus.tools.tool import FunctionTool, Tool, tool
-from ludus.tools.toolset import (
-    CombinedTools,
-    LocalTools,
-    as_toolset,
-    changed_tools,
-    shut,
-    tools_changed,
-    unknown_tool,
-)
+from ludus.tools.tool import FunctionTool, LocalTools, Tool, tool, unknown_tool
+from ludus.tools.toolset import CombinedTools, as_toolset, changed_tools, shut, tools_changed
 
 __all__ = [
     "CombinedTools",

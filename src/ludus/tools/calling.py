@@ -24,7 +24,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from pydantic import BaseModel
 from pydantic_core import to_json
@@ -129,34 +129,21 @@ async def _in_process(
 ) -> tuple[ToolResult, UserError | None]:
     # The limit in tokens needs the caller's tokenizer, so a worker cuts by characters only.
     inside = replace(limits, encode=None)
-    outcome = await shared_processes().run(run_in_worker, call, inside, timeout=timeout)
-    if isinstance(outcome, WorkerFailure):
-        raise InfraError(Boundary(outcome.boundary), outcome.message, retriable=outcome.retriable)
-    result, error = outcome
+    result, error = await shared_processes().run(run_in_worker, call, inside, timeout=timeout)
     return replace(result, content=limits.apply(result.content)), error
-
-
-class WorkerFailure(NamedTuple):
-    """An infrastructure failure as data, which crosses from a worker process."""
-
-    boundary: str
-    message: str
-    retriable: bool
 
 
 def run_in_worker(
     function: Callable[[], Any], limits: OutputLimits
-) -> tuple[ToolResult, UserError | None] | WorkerFailure:
+) -> tuple[ToolResult, UserError | None]:
     """In the worker process: call and render, so that neither a huge result nor an odd one travels."""
     try:
         value = function()
         if inspect.iscoroutine(value):
             value = asyncio.run(value)
         return rendered(value, limits), None
-    except InfraError as error:
-        return WorkerFailure(error.boundary.value, str(error), error.retriable)
-    except ConnectionError as error:
-        return WorkerFailure(Boundary.TOOL.value, _message(error), True)
+    except (InfraError, ConnectionError):
+        raise
     except BaseException as raised:  # noqa: BLE001 - the caller decides whose fault it is
         return _told(raised, limits)
 

@@ -25,7 +25,7 @@ from ludus.core.failures import Boundary, ConfigError, InfraError
 from ludus.core.messages import Json, ToolResult
 from ludus.core.strict_json import decode
 from ludus.remote.client import ConnectionFailed, HttpClient, ResponseLost, backoff
-from ludus.remote.session import OutcomeUnknown
+from ludus.remote.supervisor import OutcomeUnknown
 from ludus.tools.wire import (
     DEADLINE_HEADER,
     INSTANCE_HEADER,

@@ -1,4 +1,4 @@
-"""A tool: a plain Python function that a model can call, by `@tool` or by a subclass of `Tool`."""
+"""Tools: plain Python functions that a model can call, by `@tool` or a subclass of `Tool`; and sets of them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import inspect
 import re
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from difflib import get_close_matches
 from functools import partial
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 from ludus.core.failures import ConfigError, Fault, ToolFault
-from ludus.core.messages import ToolContext, ToolResult, ToolSpec
+from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSpec
 from ludus.core.user_code import register_user_code
 from ludus.remote.time_limit import queueing
 from ludus.tools.calling import Encode, OutputLimits, invoke
@@ -23,6 +24,7 @@ from ludus.tools.signature import Signature, signature_of, validate_arguments
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_MOST_CHARS = 2_000
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -291,6 +293,82 @@ def _check_options(tool: Tool) -> None:
     for option, good in checks.items():
         if not good:
             raise ConfigError(f"tool {tool.name!r}: {option} cannot be {getattr(tool, option)!r}")
+
+
+# Tools as a set
+
+
+class LocalTools:
+    """Tools of this process. It keeps no state per episode, so one set serves all of them at once."""
+
+    def __init__(
+        self, tools: Iterable[Tool | Callable[..., Any]], *, encode: Encode | None = None
+    ) -> None:
+        """`encode` is the tokenizer's, for tools with a limit of their own in tokens (`max_tokens`)."""
+        self._tools: dict[str, Tool] = {}
+        self._encode = encode
+        for one in tools:
+            made = one if isinstance(one, Tool) else tool(one)
+            if made.name in self._tools:
+                raise duplicate_name(made.name)
+            self._tools[made.name] = made
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        """The tools themselves."""
+        return [*self._tools.values()]
+
+    async def open(self, context: ToolContext) -> None:
+        for one in self._tools.values():
+            one.check(context)
+
+    async def list(self, context: ToolContext) -> Sequence[ToolSpec]:
+        return [one.spec for one in self._tools.values()]
+
+    async def call(self, call: ToolCall, context: ToolContext) -> ToolResult:
+        if call.fault is not None:
+            return malformed(call)
+        found = self._tools.get(call.name)
+        if found is None:
+            return unknown_tool(call.name, self._tools)
+        return await found.call(call.arguments, context, encode=self._encode)
+
+    async def close(self, context: ToolContext) -> None:
+        """Nothing to release: environments belong to their pool."""
+
+    deterministic = True
+    """Branches of trees may make recorded calls again: their results are compared."""
+
+    async def snapshot(self, context: ToolContext) -> Any:
+        """No state per episode, so nothing to keep."""
+        return None
+
+    async def restore(self, state: Any, context: ToolContext) -> None:
+        """Nothing to bring back."""
+
+
+def malformed(call: ToolCall) -> ToolResult:
+    """The answer to a call that could not be parsed."""
+    problem = call.problem or "The tool call could not be read."
+    return ToolResult(OutputLimits(_MOST_CHARS).apply(problem), fault=call.fault)
+
+
+def unknown_tool(name: str, known: Iterable[str]) -> ToolResult:
+    """The answer to a call of a tool that does not exist."""
+    names = sorted(known)
+    shown = name if len(name) <= 64 else name[:64] + "..."
+    near = get_close_matches(name[:100], names, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    text = f"There is no tool called {shown!r}.{hint} Available tools: {', '.join(names) or 'none'}."
+    return ToolResult(OutputLimits(_MOST_CHARS).apply(text), fault=Fault.UNKNOWN_TOOL)
+
+
+def duplicate_name(name: str) -> ConfigError:
+    return ConfigError(
+        f"two tools are called {name!r}: name it once, or give one of them another name, with "
+        f'@tool(name=...), or a tool of the library in a table such as {{ tool = "{name}", name = "..." }}, or '
+        'those of an MCP server with { mcp = "...", prefix = "..." }'
+    )
 
 
 class Limiter:

@@ -1,68 +1,16 @@
-"""Tool sets: what an episode opens, lists, calls and closes."""
+"""Tool sets beside `LocalTools`: several as one, and what a set may have besides the four methods."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any, Protocol, cast, runtime_checkable
 
-from ludus.core.failures import CannotFork, ConfigError, Fault
+from ludus.core.failures import CannotFork, ConfigError
 from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSet, ToolSpec
-from ludus.tools.calling import Encode, OutputLimits
-from ludus.tools.tool import Tool, tool
-
-_MOST_CHARS = 2_000
-
-
-class LocalTools:
-    """Tools of this process. It keeps no state per episode, so one set serves all of them at once."""
-
-    def __init__(
-        self, tools: Iterable[Tool | Callable[..., Any]], *, encode: Encode | None = None
-    ) -> None:
-        """`encode` is the tokenizer's, for tools with a limit of their own in tokens (`max_tokens`)."""
-        self._tools: dict[str, Tool] = {}
-        self._encode = encode
-        for one in tools:
-            made = one if isinstance(one, Tool) else tool(one)
-            if made.name in self._tools:
-                raise _duplicate(made.name)
-            self._tools[made.name] = made
-
-    @property
-    def tools(self) -> Sequence[Tool]:
-        """The tools themselves."""
-        return [*self._tools.values()]
-
-    async def open(self, context: ToolContext) -> None:
-        for one in self._tools.values():
-            one.check(context)
-
-    async def list(self, context: ToolContext) -> Sequence[ToolSpec]:
-        return [one.spec for one in self._tools.values()]
-
-    async def call(self, call: ToolCall, context: ToolContext) -> ToolResult:
-        if call.fault is not None:
-            return malformed(call)
-        found = self._tools.get(call.name)
-        if found is None:
-            return unknown_tool(call.name, self._tools)
-        return await found.call(call.arguments, context, encode=self._encode)
-
-    async def close(self, context: ToolContext) -> None:
-        """Nothing to release: environments belong to their pool."""
-
-    deterministic = True
-    """Branches of trees may make recorded calls again: their results are compared."""
-
-    async def snapshot(self, context: ToolContext) -> Any:
-        """No state per episode, so nothing to keep."""
-        return None
-
-    async def restore(self, state: Any, context: ToolContext) -> None:
-        """Nothing to bring back."""
+from ludus.tools.calling import Encode
+from ludus.tools.tool import LocalTools, Tool, duplicate_name, malformed, unknown_tool
 
 
 class CombinedTools:
@@ -95,7 +43,7 @@ class CombinedTools:
         for one in self._sets:
             for spec in await one.list(context):
                 if spec.name in specs:
-                    raise _duplicate(spec.name)
+                    raise duplicate_name(spec.name)
                 specs[spec.name], routes[spec.name] = spec, one
         self._routes[context.episode] = routes
         return [*specs.values()]
@@ -288,27 +236,3 @@ def as_toolset(things: Any, *, encode: Encode | None = None) -> ToolSet:
         return sets[0]
     local = [LocalTools(tools, encode=encode)] if tools else []
     return CombinedTools([*local, *sets])
-
-
-def malformed(call: ToolCall) -> ToolResult:
-    """The answer to a call that could not be parsed."""
-    problem = call.problem or "The tool call could not be read."
-    return ToolResult(OutputLimits(_MOST_CHARS).apply(problem), fault=call.fault)
-
-
-def unknown_tool(name: str, known: Iterable[str]) -> ToolResult:
-    """The answer to a call of a tool that does not exist."""
-    names = sorted(known)
-    shown = name if len(name) <= 64 else name[:64] + "..."
-    near = get_close_matches(name[:100], names, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    text = f"There is no tool called {shown!r}.{hint} Available tools: {', '.join(names) or 'none'}."
-    return ToolResult(OutputLimits(_MOST_CHARS).apply(text), fault=Fault.UNKNOWN_TOOL)
-
-
-def _duplicate(name: str) -> ConfigError:
-    return ConfigError(
-        f"two tools are called {name!r}: name it once, or give one of them another name, with "
-        f'@tool(name=...), or a tool of the library in a table such as {{ tool = "{name}", name = "..." }}, or '
-        'those of an MCP server with { mcp = "...", prefix = "..." }'
-    )

@@ -23,8 +23,8 @@ from ludus.core.config import Config
 from ludus.core.failures import ConfigError, LudusError
 from ludus.core.messages import Json, ToolContext, ToolSet, ToolSpec
 from ludus.core.task import Task
-from ludus.tools.tool import FunctionTool, Tool, tool
-from ludus.tools.toolset import CombinedTools, LocalTools, WrappedTools
+from ludus.tools.tool import FunctionTool, LocalTools, Tool, tool
+from ludus.tools.toolset import CombinedTools, WrappedTools
 
 _log = logging.getLogger(__name__)
 

@@ -25,8 +25,7 @@ from ludus.core.trajectory import Group
 from ludus.core.user_code import reset_error_counts
 from ludus.envs import Env
 from ludus.observe import SINKS, AuditLog, RunFolder, RunWriter, setup_logging
-from ludus.remote.main_loop import run_coroutine
-from ludus.remote.threads import frozen_gc
+from ludus.remote.threads import frozen_gc, run_coroutine
 from ludus.rollouts.agent import Agent, Expert
 from ludus.training.checkpoint import checkpoint_to_resume, replayed_recipe, resumed_recipe
 from ludus.training.config.parts import (

@@ -1,4 +1,4 @@
-"""`ProcessReplica`: an embedded engine in a process of its own, on this machine (`remote/worker.py`).
+"""`ProcessReplica`: an embedded engine in a process of its own, on this machine (`remote/channel.py`).
 
 Requests are frames on one socket, many at once. Signs of life are asked of the engine's thread, which answers
 between two steps. The process ends, with all it has started, when this one does.
@@ -22,10 +22,9 @@ from ludus.engine.replicas.served import (
     unpack_completion,
     unpack_logprobs,
 )
-from ludus.remote.channel import Frame
+from ludus.remote.channel import Frame, ServiceProcess
 from ludus.remote.supervisor import WorkerDied
 from ludus.remote.threads import WorkerError
-from ludus.remote.worker import ServiceProcess
 
 
 class RequestedReplica(Engine):

@@ -14,10 +14,10 @@ from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult, ToolSet
 from ludus.core.registry import load_reference
 from ludus.core.task import Task
 from ludus.remote.channel import PING, Frame
-from ludus.remote.session import EpisodeLost, OutcomeUnknown
+from ludus.remote.supervisor import EpisodeLost, OutcomeUnknown
 from ludus.sandbox import SandboxConfig
-from ludus.tools.tool import Tool
-from ludus.tools.toolset import CombinedTools, LocalTools, shut
+from ludus.tools.tool import LocalTools, Tool
+from ludus.tools.toolset import CombinedTools, shut
 from ludus.tools.wire import ErrorKind, result_to_json, spec_to_json, task_from_json
 
 
@@ -269,7 +269,7 @@ def _is_place(reference: ToolReference) -> TypeGuard[dict[str, Any]]:
 
 
 class HostedTools:
-    """The service of a worker (`remote/worker.py`).
+    """The service of a worker (`remote/channel.py`).
 
     A long result travels as the body of its frame, so that it is neither quoted into JSON nor parsed out of it.
     """

@@ -20,8 +20,8 @@ from ludus.core.messages import ToolSet
 from ludus.core.registry import Registry
 from ludus.tools.calling import Encode
 from ludus.tools.mcp import is_mcp, mcp_tools
-from ludus.tools.tool import Tool
-from ludus.tools.toolset import LocalTools, as_toolset
+from ludus.tools.tool import LocalTools, Tool
+from ludus.tools.toolset import as_toolset
 
 if TYPE_CHECKING:
     from ludus.sandbox import SandboxConfig

@@ -34,8 +34,7 @@ from ludus.sandbox import (
 )
 from ludus.tools.calling import Encode
 from ludus.tools.library import Toolkit
-from ludus.tools.tool import Tool
-from ludus.tools.toolset import LocalTools
+from ludus.tools.tool import LocalTools, Tool
 
 GONE = "[A new session was started: the earlier variables, processes and files are gone.]"
 

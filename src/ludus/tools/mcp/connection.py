@@ -29,7 +29,7 @@ from pydantic import ValidationError
 from ludus.core.failures import Boundary, ConfigError, InfraError
 from ludus.core.messages import Json, ToolSpec
 from ludus.tools.calling import clean, cut
-from ludus.tools.mcp.config import MCPServerConfig
+from ludus.tools.mcp import MCPServerConfig
 from ludus.tools.mcp.servers import LARGER, NO_JSON_RPC, HttpServer, ServerProcess, with_short_results
 
 _log = logging.getLogger(__name__)

@@ -36,8 +36,7 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.message import SessionMessage
 
 from ludus.remote.threads import run_sync
-from ludus.tools.mcp import guardian
-from ludus.tools.mcp.config import MCPServerConfig
+from ludus.tools.mcp import MCPServerConfig, guardian
 
 _log = logging.getLogger(__name__)
 

@@ -32,11 +32,10 @@ from mcp_types import INVALID_PARAMS
 
 from ludus.core.failures import ConfigError, Fault, InfraError
 from ludus.core.messages import Json, Media, ToolCall, ToolContext, ToolResult, ToolSpec
-from ludus.remote.session import EpisodeState
-from ludus.remote.supervisor import Restarts
+from ludus.remote.supervisor import EpisodeState, Restarts
 from ludus.tools.calling import OutputLimits, clean, text_of
 from ludus.tools.json_schema import argument_problems
-from ludus.tools.mcp.config import MCPServerConfig
+from ludus.tools.mcp import MCPServerConfig
 from ludus.tools.mcp.connection import (
     NONSENSE,
     MCPConnection,
@@ -48,8 +47,7 @@ from ludus.tools.mcp.connection import (
 )
 from ludus.tools.mcp.servers import LARGER, TOO_LARGE
 from ludus.tools.remote_http import unsendable
-from ludus.tools.tool import Limiter
-from ludus.tools.toolset import malformed, unknown_tool
+from ludus.tools.tool import Limiter, malformed, unknown_tool
 
 _log = logging.getLogger(__name__)
 

@@ -53,8 +53,8 @@ from ludus.tools.recording.records import (
     specs_key,
 )
 from ludus.tools.recording.stores import RecordingStoreError, Store, open_store
-from ludus.tools.tool import Tool
-from ludus.tools.toolset import LocalTools, as_toolset, effects_of, malformed, shut, unknown_tool
+from ludus.tools.tool import LocalTools, Tool, malformed, unknown_tool
+from ludus.tools.toolset import as_toolset, effects_of, shut
 from ludus.tools.versions import Unkeyable, source_versions, spec_version
 
 _log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from ludus.core.generation import ChatOptions, ChatReply
 from ludus.core.messages import Message
 from ludus.engine import EmbeddedEngine, EngineConfig
 from ludus.model import use_ludus_attention
-from ludus.remote.threads import PerLoop
+from ludus.remote.client import PerLoop
 from ludus.rollouts.recorder import EngineChatModel
 from ludus.training.config.model import ModelConfig
 from ludus.training.models.loading import check_source, load_model
