@@ -14,13 +14,17 @@ from ludus.core import Boundary, ByteTokenizer, ConfigError, Task, ToolCall, Too
 from ludus.engine import FakeEngine
 from ludus.rewards import Scorer, reward
 from ludus.rollouts import Budgets, Rollout
-from ludus.tools.recording import Label, Mode, RecordedTools, RecordingConfig
+from ludus.tools.recording import Label, Mode, RecordedTools, RecordingConfig, recorded
 
 
 @reward
 def one() -> float:
     """Every episode is worth 1."""
     return 1.0
+
+
+def wrap(config: RecordingConfig, tools: ToolSet | None) -> RecordedTools:
+    return recorded(tools, config.path, **config.options)
 
 
 def rollout(tools: ToolSet, *, seed: int = 0) -> Rollout:
@@ -57,10 +61,10 @@ async def played(tools: ToolSet, *, seed: int = 0) -> list[Trajectory]:
 
 async def test_a_run_is_played_again_token_by_token_without_its_tools(tmp_path: Path) -> None:
     config = RecordingConfig(path=str(tmp_path / "calls.sqlite"), mode=Mode.RECORD, stateless=("upper",))
-    recording = config.wrap(Notebook(pause=random.Random(1)))
+    recording = wrap(config, Notebook(pause=random.Random(1)))
     first = await played(recording)
     assert all(trajectory.failure is None for trajectory in first)
-    replaying = config.model_copy(update={"mode": Mode.REPLAY}).wrap(None)
+    replaying = wrap(config.model_copy(update={"mode": Mode.REPLAY}), None)
     again = await played(replaying)
     assert [one.tokens for one in again] == [one.tokens for one in first]
     assert replaying.statistics.hits > 20 and replaying.statistics.misses == 0
@@ -70,9 +74,9 @@ async def test_a_run_is_played_again_token_by_token_without_its_tools(tmp_path: 
 
 async def test_another_policy_reuses_what_it_can_and_gets_the_truth(tmp_path: Path) -> None:
     config = RecordingConfig(path=str(tmp_path / "calls.sqlite"), stateless=("upper",))
-    first = config.wrap(Notebook(pause=random.Random(1)))
+    first = wrap(config, Notebook(pause=random.Random(1)))
     await played(first, seed=0)
-    second = config.wrap(Notebook(pause=random.Random(2)))
+    second = wrap(config, Notebook(pause=random.Random(2)))
     cached = await played(second, seed=1)
     bare = await played(RecordedTools(Notebook(), _Forgetful(), stateless=["upper"]), seed=1)
     assert [one.tokens for one in cached] == [one.tokens for one in bare]
@@ -84,9 +88,9 @@ async def test_another_policy_reuses_what_it_can_and_gets_the_truth(tmp_path: Pa
 
 async def test_a_miss_is_a_failure_of_ours_not_a_reward(tmp_path: Path) -> None:
     config = RecordingConfig(path=str(tmp_path / "calls.sqlite"), mode=Mode.RECORD)
-    recording = config.wrap(Notebook())
+    recording = wrap(config, Notebook())
     await played(recording, seed=0)
-    replaying = config.model_copy(update={"mode": Mode.REPLAY}).wrap(None)
+    replaying = wrap(config.model_copy(update={"mode": Mode.REPLAY}), None)
     failures = [one.failure for one in await played(replaying, seed=1) if one.failure is not None]
     assert failures and all(failure.boundary is Boundary.TOOL for failure in failures)
     assert all("no recorded result" in failure.message for failure in failures)

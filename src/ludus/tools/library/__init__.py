@@ -85,7 +85,9 @@ def build_toolset(
     if kits:
         things.append(_sandboxed(kits, sandbox, encode))
     if record is not None:
-        return record.wrap(things)
+        from ludus.tools.recording import recorded
+
+        return recorded(things, record.path, **record.options)
     return as_toolset(things, encode=encode)
 
 

@@ -5,11 +5,12 @@ address. A call is kept under its tool, the tool's version, the arguments and, w
 the episode has called before (`records`).
 """
 
-from ludus.tools.recording.recorded_tools import RecordedTools, RecordingConfig, recorded
+from ludus.tools.recording.recorded_tools import RecordedTools, recorded
 from ludus.tools.recording.records import (
     Label,
     Mode,
     OnDivergence,
+    RecordingConfig,
     RecordingStats,
     Scope,
     label_of,

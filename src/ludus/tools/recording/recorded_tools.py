@@ -24,9 +24,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
-
-from ludus.core.config import Config, Place
 from ludus.core.failures import Boundary, ConfigError, Fault, InfraError
 from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSet, ToolSpec
 from ludus.remote.threads import run_sync
@@ -36,10 +33,10 @@ from ludus.tools.recording.records import (
     Label,
     Mode,
     OnDivergence,
+    RecordingConfig,
     RecordingStats,
     Scope,
     Specs,
-    chosen,
     decode_result,
     decode_specs,
     encode_result,
@@ -101,32 +98,22 @@ class RecordedTools:
         inner: ToolSet | None,
         store: Store,
         mode: Mode | str = Mode.REPLAY_OR_CALL,
-        *,
-        stateless: Iterable[str] = (),
-        versions: Mapping[str, str] | None = None,
-        scope: Scope | str = Scope.TASK,
-        on_divergence: OnDivergence | str = OnDivergence.FAIL,
-        name: str = "tools",
+        **options: Any,
     ) -> None:
-        """`inner` may be None for replaying. `name` keeps the lists of two sets in one store apart.
-
-        `stateless` names tools whose result depends on nothing but the arguments ("*": all of them).
-        """
-        self.mode = chosen(Mode, mode, "mode")
-        self.on_divergence = chosen(OnDivergence, on_divergence, "on_divergence")
-        if inner is None and self.mode is not Mode.REPLAY:
+        """`inner` may be None for replaying. The options are those of `RecordingConfig`, without its path."""
+        config = RecordingConfig.parse({"path": "-", "mode": mode, **options}, "the recording")
+        if inner is None and config.mode is not Mode.REPLAY:
             raise ConfigError(
-                f"the mode {self.mode.value} needs tools to call; only replay does without"
+                f"the mode {config.mode.value} needs tools to call; only replay does without"
             )
-        if isinstance(stateless, str):
-            raise ConfigError(f"stateless is a list of names: write stateless=[{stateless!r}]")
-        self.stateless = frozenset(stateless)
-        self.inner, self._store, self._name = inner, store, name
+        self.mode, self.on_divergence = config.mode, config.on_divergence
+        self.stateless = frozenset(config.stateless)
+        self.inner, self._store, self._name = inner, store, config.name
         self.statistics = RecordingStats()
         self._is_local = isinstance(inner, LocalTools)
         """Whether the list can be had without opening anything."""
-        self._per_episode = chosen(Scope, scope, "scope") is Scope.EPISODE
-        self._versions = dict(versions or {})
+        self._per_episode = config.scope is Scope.EPISODE
+        self._versions = config.versions
         self._known_lists: dict[str, Specs] = {}
         self._usual = ""
         self._episodes: dict[str, _EpisodeState] = {}
@@ -447,30 +434,6 @@ def recorded(
     is_one = isinstance(tools, (Tool, ToolSet)) or callable(tools) or not isinstance(tools, Iterable)
     things = [] if tools is None else [tools] if is_one else list(tools)
     inner = None if tools is None else as_toolset(things)
-    store = open_store(address, must_exist=chosen(Mode, mode, "mode") is Mode.REPLAY)
+    store = open_store(address, must_exist=mode == Mode.REPLAY)
     versions = {**source_versions(things), **(versions or {})}
     return RecordedTools(inner, store, mode, versions=versions, **options)
-
-
-class RecordingConfig(Config):
-    """A memory for the results of tools."""
-
-    path: Place = Field(min_length=1)
-    """A SQLite file, or the address of a Redis server: redis://host:port/db."""
-    mode: Mode = Mode.REPLAY_OR_CALL
-    """record, replay, or replay_or_call."""
-    stateless: tuple[str, ...] = ()
-    """Tools whose result depends on their arguments alone; ['*'] for all of them."""
-    versions: dict[str, str] = Field(default_factory=dict)
-    """Versions of tools by name, in place of a digest of their source."""
-    scope: Scope = Scope.TASK
-    """Which episodes share the records of stateful tools: all attempts at a task, or none."""
-    name: str = Field(default="tools", min_length=1)
-    """Name of this set of tools in the store: two sets in one store have different names."""
-    on_divergence: OnDivergence = OnDivergence.FAIL
-    """Reaction to a real tool that, catching up, answers otherwise than recorded: fail or continue."""
-
-    def wrap(self, tools: Any) -> RecordedTools:
-        """`tools` with this memory."""
-        options = {key: getattr(self, key) for key in type(self).model_fields if key != "path"}
-        return recorded(tools, self.path, **options)

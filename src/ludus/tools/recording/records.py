@@ -20,18 +20,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
-from ludus.core.failures import ConfigError
+from ludus.core.config import Config, Place
 from ludus.core.messages import Json, ToolContext, ToolResult, ToolSpec
 from ludus.core.strict_json import decode
 from ludus.core.task import Task
 from ludus.tools.versions import canonical, digest
 from ludus.tools.wire import result_from_json, result_to_json
 
-Choice = TypeVar("Choice", bound=StrEnum)
 Specs = Sequence[tuple[ToolSpec, str]]
 """Tools, each with its version."""
 NO_HISTORY = ""
@@ -74,13 +73,28 @@ class Scope(StrEnum):
     """None are shared: each attempt has its own, as tools with random results need."""
 
 
-def chosen(kind: type[Choice], value: str, option: str) -> Choice:
-    """The choice that `value` names; `ConfigError` with all of them when it names none."""
-    try:
-        return kind(value)
-    except ValueError:
-        known = ", ".join(one.value for one in kind)
-        raise ConfigError(f"{option} is one of {known}; not {value!r}") from None
+class RecordingConfig(Config):
+    """A memory for the results of tools."""
+
+    path: Place = Field(min_length=1)
+    """A SQLite file, or the address of a Redis server: redis://host:port/db."""
+    mode: Mode = Mode.REPLAY_OR_CALL
+    """record, replay, or replay_or_call."""
+    stateless: tuple[str, ...] = ()
+    """Tools whose result depends on their arguments alone; ['*'] for all of them."""
+    versions: dict[str, str] = Field(default_factory=dict)
+    """Versions of tools by name, in place of a digest of their source."""
+    scope: Scope = Scope.TASK
+    """Which episodes share the records of stateful tools: all attempts at a task, or none."""
+    name: str = Field(default="tools", min_length=1)
+    """Name of this set of tools in the store: two sets in one store have different names."""
+    on_divergence: OnDivergence = OnDivergence.FAIL
+    """Reaction to a real tool that, catching up, answers otherwise than recorded: fail or continue."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """All but the path, as `recorded` takes them."""
+        return {key: getattr(self, key) for key in type(self).model_fields if key != "path"}
 
 
 @dataclass(slots=True)
@@ -276,9 +290,3 @@ def _similarity(one: str, other: str) -> float:
 
 def _shown(arguments: str) -> str:
     return arguments if len(arguments) <= _SHOWN_CHARS else arguments[:_SHOWN_CHARS] + "..."
-
-
-NO_HISTORY = ""
-_SCHEME = "ludus-recording-1"
-_MOST_ARGUMENT_CHARS = 2_000
-_MOST_BITS = 10_000

@@ -1,12 +1,11 @@
 """Where recordings are kept: a SQLite file, or a Redis server that machines share.
 
-Who waits for whom. Both clients block, so they work in threads of the store's own and never on the event loop:
-one for SQLite (statements run in the order in which they were asked for), at most 16 for Redis, with a
-connection each. Processes meet in the SQLite file: in write-ahead mode readers do not wait, and writers queue
-for its lock for `busy_seconds`. Each write is one statement and one transaction, so a process that is killed
-leaves all of it or nothing; writes are not synced one by one, so a loss of power may cost the last of them,
-never the file. Every answer of Redis has a deadline. Beside its records there is a short list for each tool of
-the labels recorded last, which is only read to explain a miss.
+Who waits for whom. SQLite's client blocks, so a store has one thread, in which statements run in the order in
+which they were asked for. Processes meet in the file: in write-ahead mode readers do not wait, and writers
+queue for its lock for `busy_seconds`. Each write is one statement and one transaction, so a process that is
+killed leaves all of it or nothing; writes are not synced one by one, so a loss of power may cost the last of
+them, never the file. Redis has 16 connections for each event loop, and every answer has a deadline. Beside its
+records there is a short list for each tool of the labels recorded last, which is only read to explain a miss.
 """
 
 from __future__ import annotations
@@ -17,23 +16,21 @@ import sqlite3
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import astuple
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import astuple, dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 from urllib.parse import quote, urlsplit
 
 from ludus.core.failures import Boundary, ConfigError, InfraError, MissingExtraError
+from ludus.remote.client import PerLoop
 from ludus.remote.threads import ThreadExecutor, WorkerError
 from ludus.tools.recording.records import Label
 
-if TYPE_CHECKING:
-    import redis
-
 T = TypeVar("T")
-Client = TypeVar("Client")
 
-_OF_PROCESS = {"_process", "_lock", "_client", "_threads"}
+_CONNECTIONS = 16
 _LABELS_KEPT = 200
 _APPLICATION = 0x4C554452  # "LUDR", so that a database of something else is recognised
 _SCHEMA_VERSION = 1
@@ -106,76 +103,23 @@ def open_store(address: str | Path, *, must_exist: bool = False) -> Store:
     return SQLiteStore(text, read_only=must_exist)
 
 
-class _ThreadedStore(Generic[Client]):
-    """A store behind a blocking client, which is opened at the first use and works in threads of its own.
+class SQLiteStore:
+    """A file of records. Opened at the first use, closed by `close` or at the end of the process.
 
-    A fork starts with a new client and new threads: the parent's client must not be used, nor even closed, on
-    the other side of a fork.
+    A fork starts with a new connection: the parent's must not be used, nor even closed, on the other side.
     """
 
-    _most_threads: ClassVar[int]
-    _client: Client | None
-    _threads: ThreadExecutor | None
-
-    def __init__(self) -> None:
-        self._forget()
-
-    def _connect(self) -> Client:
-        raise NotImplementedError
-
-    def _disconnect(self, client: Client) -> None:
-        raise NotImplementedError
-
-    async def _in_thread(self, action: Callable[[Client], T]) -> T:
-        """Run `action` with the client in a thread; `WorkerError` when no thread can be had."""
-        if self._process != os.getpid():
-            self._forget()
-        if self._threads is None:
-            self._threads = ThreadExecutor(self._most_threads, name="ludus-recording")
-        return await self._threads.run(self._with_client, action)
-
-    def _with_client(self, action: Callable[[Client], T]) -> T:
-        with self._lock:
-            if self._client is None:
-                self._client = self._connect()
-            client = self._client
-        return action(client)
-
-    async def close(self) -> None:
-        """Release the client and let the threads end; what still waits fails."""
-        threads, self._threads = self._threads, None
-        if threads is not None and self._process == os.getpid():
-            await threads.run(self._close)
-            await threads.close()
-
-    def _close(self) -> None:
-        with self._lock:
-            client, self._client = self._client, None
-            if client is not None:
-                self._disconnect(client)
-
-    def _forget(self) -> None:
-        self._process = os.getpid()
-        self._lock = threading.RLock()
-        self._client = None
-        self._threads = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in _OF_PROCESS}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._forget()
-
-
-class SQLiteStore(_ThreadedStore[sqlite3.Connection]):
-    """A file of records. Opened at the first use, closed by `close` or at the end of the process."""
-
-    _most_threads = 1
-
     def __init__(self, path: str | Path, *, read_only: bool = False, busy_seconds: float = 10.0) -> None:
-        super().__init__()
         self.path, self.read_only, self.busy_seconds = Path(path), read_only, busy_seconds
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process, self._db = os.getpid(), cast(sqlite3.Connection | None, None)
+        self._thread, self._lock = ThreadExecutor(1, name="ludus-recording"), threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        made = partial(SQLiteStore, read_only=self.read_only, busy_seconds=self.busy_seconds)
+        return made, (self.path,)
 
     async def get(self, key: str) -> bytes | None:
         query = "SELECT CAST(data AS BLOB) FROM records WHERE key = ?"
@@ -196,17 +140,31 @@ class SQLiteStore(_ThreadedStore[sqlite3.Connection]):
         )
         return [Label(*row) for row in dict.fromkeys(rows)][:most]
 
+    async def close(self) -> None:
+        if self._db is not None and self._process == os.getpid():
+            await self._thread.run(self._close)
+
     async def _run(self, statement: Callable[[sqlite3.Connection], T]) -> T:
+        if self._process != os.getpid():
+            self._begin()
         try:
-            return await self._in_thread(statement)
+            return await self._thread.run(self._performed, statement)
         except WorkerError as error:
             raise RecordingStoreError(f"the recording {self.path} could not be used: {error}") from error
         except sqlite3.DatabaseError as error:
             raise self._failure(error) from error
 
-    def _with_client(self, action: Callable[[sqlite3.Connection], T]) -> T:
+    def _performed(self, statement: Callable[[sqlite3.Connection], T]) -> T:
         with self._lock:  # a statement without a caller runs to its end while another thread takes over
-            return super()._with_client(action)
+            if self._db is None:
+                self._db = self._connect()
+            return statement(self._db)
+
+    def _close(self) -> None:
+        with self._lock:
+            db, self._db = self._db, None
+            if db is not None:
+                db.close()
 
     def _connect(self) -> sqlite3.Connection:
         if self.path.is_dir():
@@ -228,9 +186,6 @@ class SQLiteStore(_ThreadedStore[sqlite3.Connection]):
                 f"the folder of the recording {self.path} cannot be made: {error}"
             ) from None
         return self._opened("rwc")
-
-    def _disconnect(self, client: sqlite3.Connection) -> None:
-        client.close()
 
     def _opened(self, mode: str) -> sqlite3.Connection:
         db = sqlite3.connect(
@@ -318,10 +273,8 @@ def _utf8(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-class RedisStore(_ThreadedStore["redis.Redis"]):
+class RedisStore:
     """Records by the address of a server: `redis://[user:password@]host:port/db`."""
-
-    _most_threads = 16
 
     def __init__(
         self,
@@ -332,20 +285,24 @@ class RedisStore(_ThreadedStore["redis.Redis"]):
         prefix: str = "ludus:recording:1",
     ) -> None:
         """`expire_seconds` lets the server forget records after that time."""
-        super().__init__()
         if expire_seconds is not None and expire_seconds < 1:
             raise ConfigError(f"expire_seconds must be at least 1, not {expire_seconds}")
         self.where = _without_password(address)
         self.expire_seconds, self.timeout, self.prefix = expire_seconds, timeout, prefix
-        self._address = address
+        self._address, self._clients = address, PerLoop(self._connected)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        expires, prefix = self.expire_seconds, self.prefix
+        made = partial(RedisStore, expire_seconds=expires, timeout=self.timeout, prefix=prefix)
+        return made, (self._address,)
 
     async def get(self, key: str) -> bytes | None:
         data: bytes | None = await self._run(lambda client: client.get(self._name("call", key)))
         return data
 
     async def put(self, key: str, data: bytes, *, label: Label | None, replace: bool) -> None:
-        def write(client: redis.Redis) -> None:
-            with client.pipeline(transaction=False) as pipeline:
+        async def write(client: Any) -> None:
+            async with client.pipeline(transaction=False) as pipeline:
                 pipeline.set(self._name("call", key), data, ex=self.expire_seconds, nx=not replace)
                 if label is not None:
                     labels = self._name("tool", label.tool)
@@ -353,14 +310,13 @@ class RedisStore(_ThreadedStore["redis.Redis"]):
                     pipeline.ltrim(labels, 0, _LABELS_KEPT - 1)
                     if self.expire_seconds is not None:
                         pipeline.expire(labels, self.expire_seconds)
-                pipeline.execute()
+                await pipeline.execute()
 
         await self._run(write)
 
     async def similar(self, label: Label, most: int) -> Sequence[Label]:
-        rows: list[bytes] = await self._run(
-            lambda client: client.lrange(self._name("tool", label.tool), 0, _LABELS_KEPT - 1)
-        )
+        name = self._name("tool", label.tool)
+        rows: list[bytes] = await self._run(lambda client: client.lrange(name, 0, _LABELS_KEPT - 1))
         labels = [one for one in map(_label, dict.fromkeys(rows)) if one is not None]
 
         def difference(one: Label) -> tuple[bool, bool]:
@@ -368,41 +324,40 @@ class RedisStore(_ThreadedStore["redis.Redis"]):
 
         return sorted(labels, key=difference)[:most]
 
+    async def close(self) -> None:
+        await self._clients.close()
+
     def _name(self, kind: str, what: str) -> bytes:
         return f"{self.prefix}:{kind}:{what}".encode("utf-8", "backslashreplace")
 
-    def _connect(self) -> redis.Redis:
-        import redis
+    def _connected(self) -> _RedisClient:
+        from redis import asyncio as redis
 
         try:
             pool = redis.BlockingConnectionPool.from_url(
                 self._address,
-                max_connections=self._most_threads,
-                timeout=self.timeout,
+                max_connections=_CONNECTIONS,
+                timeout=None,  # each of those that it waits for has a deadline
                 socket_timeout=self.timeout,
                 socket_connect_timeout=self.timeout,
             )
         except ValueError as error:
             raise ConfigError(f"{self.where} is no address of a Redis server: {error}") from None
-        return redis.Redis.from_pool(pool)
+        return _RedisClient(redis.Redis.from_pool(pool))
 
-    def _disconnect(self, client: redis.Redis) -> None:
-        client.close()
-        client.connection_pool.disconnect()
-
-    async def _run(self, action: Callable[[redis.Redis], Any]) -> Any:
+    async def _run(self, action: Callable[[Any], Awaitable[Any]]) -> Any:
         try:
             from redis import exceptions
         except ImportError:
             raise MissingExtraError("redis", "redis", "a recording in Redis") from None
         try:
-            return await self._in_thread(action)
+            return await action((await self._clients.get()).client)
         except (exceptions.AuthenticationError, exceptions.NoPermissionError) as error:
             raise ConfigError(
                 f"the Redis server at {self.where} refuses us ({error}); put user and password into the "
                 "address: redis://user:password@host:port/db"
             ) from None
-        except (exceptions.ConnectionError, exceptions.TimeoutError, OSError, WorkerError) as error:
+        except (exceptions.ConnectionError, exceptions.TimeoutError, OSError) as error:
             raise RecordingStoreError(
                 f"the Redis server at {self.where} gives no answer ({type(error).__name__}: {error}); is "
                 "it running, and can it be reached from here?"
@@ -411,6 +366,16 @@ class RedisStore(_ThreadedStore["redis.Redis"]):
             raise RecordingStoreError(
                 f"the Redis server at {self.where} refused a command: {error}", retriable=False
             ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _RedisClient:
+    """The client of an event loop."""
+
+    client: Any
+
+    async def close(self) -> None:
+        await self.client.aclose()
 
 
 def _without_password(address: str) -> str:
