@@ -181,7 +181,7 @@ async def test_the_bonus_of_the_library_is_agentflys(episode):
     made = build_reward({"reward": "tool_bonus", "inner": "exact_match"})
     right, guessed = episode("Paris", turns=CALLED), episode("Paris", turns=SILENT)
     assert [(await scored(made, one))["tool_bonus"] for one in (right, guessed)] == [1.0, 0.0]
-    with pytest.raises(ConfigError, match="agentfly, verltool, floor"):
+    with pytest.raises(ConfigError, match="'agentfly', or 'verltool', or 'floor'"):
         ToolBonus(exact_match, form="agent_fly")
 
 

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from ludus.core import ConfigError, InfraError, Task
 from ludus.rewards import build_reward, check_rewards, synthetic_episode
 from ludus.rewards.code_tests import SqlMatch
-from ludus.rewards.code_tests.sql_match import ResultTable, TableRules, equal_tables, is_ordered
+from ludus.rewards.code_tests.sql_match import TableRules, equal_tables, is_ordered
 from ludus.sandbox import Execution, Outcome, Sandbox, SandboxConfig, SandboxError, shared_sandbox
-from ludus.sandbox.sql import Blob
+from ludus.sandbox.sql import Blob, QueryResult
 
 CONFIG = SandboxConfig(workers=1)
 on_sandbox = pytest.mark.asyncio(loop_scope="module")
@@ -179,9 +179,9 @@ widths = st.integers(1, 3)
 tables = widths.flatmap(lambda width: st.lists(st.tuples(*[cells] * width), max_size=5))
 
 
-def table(rows: list[Any]) -> ResultTable:
+def table(rows: list[Any]) -> QueryResult:
     width = len(rows[0]) if rows else 1
-    return ResultTable([f"c{i}" for i in range(width)], rows)
+    return QueryResult(tuple(f"c{i}" for i in range(width)), tuple(rows))
 
 
 @given(tables, st.randoms(use_true_random=False))
@@ -247,10 +247,10 @@ def test_values(one: Any, other: Any, same: bool) -> None:
 
 
 def test_column_names_decide_where_they_are_asked_for() -> None:
-    one, other = ResultTable(["A", "b"], [(1, 2)]), ResultTable(["B", "a"], [(2, 1)])
+    one, other = QueryResult(("A", "b"), ((1, 2),)), QueryResult(("B", "a"), ((2, 1),))
     assert not equal_tables(one, other, TableRules(column_names=True))
     assert equal_tables(one, other, TableRules(column_names=True, column_order=False))
-    wrong = ResultTable(["x", "a"], [(2, 1)])
+    wrong = QueryResult(("x", "a"), ((2, 1),))
     assert not equal_tables(one, wrong, TableRules(column_names=True, column_order=False))
 
 

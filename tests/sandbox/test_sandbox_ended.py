@@ -25,8 +25,8 @@ from ludus.sandbox import (
 )
 from ludus.sandbox.guest import watch
 from ludus.sandbox.processes import isolation
-from ludus.sandbox.processes.cgroups import ControlGroup
 from ludus.sandbox.processes.guest_process import GuestProcess
+from ludus.sandbox.processes.machine import ControlGroup
 from ludus.tools.library import build_toolset
 
 HANG = (

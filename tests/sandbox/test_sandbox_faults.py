@@ -25,8 +25,8 @@ from ludus.sandbox import (
     shared_sandbox,
 )
 from ludus.sandbox.guest import watch
-from ludus.sandbox.processes import cgroups, isolation
-from ludus.sandbox.processes.cgroups import ControlGroup
+from ludus.sandbox.processes import isolation, machine
+from ludus.sandbox.processes.machine import ControlGroup
 from ludus.sandbox.processes.worker import SandboxWorker
 from ludus.tools.library import build_toolset
 
@@ -171,7 +171,7 @@ def has_swap() -> bool:
 
 async def test_the_kernel_counts_whom_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a real group: sessions that are each within their limits, and too many."""
-    monkeypatch.setattr(cgroups, "_memory_bytes", lambda root: 400 << 20)
+    monkeypatch.setattr(machine, "_memory_bytes", lambda root: 400 << 20)
     fill = "block = bytearray(150 << 20)\nimport time\ntime.sleep(0.3)\nlen(block)"
     async with Sandbox(SandboxConfig(workers=1, limits=Limits(memory_mb=256))) as box:
         assert box.layers is not None

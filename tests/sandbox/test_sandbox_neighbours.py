@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -28,8 +29,8 @@ from ludus.sandbox import (
     SandboxUnavailable,
 )
 from ludus.sandbox.guest import watch
-from ludus.sandbox.processes import namespaces
-from ludus.sandbox.processes.cgroups import ControlGroup
+from ludus.sandbox.processes import machine
+from ludus.sandbox.processes.machine import ControlGroup
 from ludus.sandbox.processes.worker import SandboxWorker
 
 on_sandbox = pytest.mark.asyncio(loop_scope="module")
@@ -169,9 +170,9 @@ async def test_a_fork_that_fails_by_our_fault_is_ours_and_harms_nobody(
     adopt = SandboxWorker.adopt
 
     def far_too_small(
-        worker: SandboxWorker, pid: int, parent: int, limits: Limits, *, copy: bool
+        worker: SandboxWorker, pid: int, parent: Any, limits: Limits, end: Any, *, copy: bool
     ) -> object:
-        return adopt(worker, pid, parent, limits.model_copy(update={"disk_mb": -1}), copy=copy)
+        return adopt(worker, pid, parent, limits.model_copy(update={"disk_mb": -1}), end, copy=copy)
 
     async with await box.session() as session:
         await session.python("x = 1")
@@ -208,7 +209,7 @@ async def test_what_a_session_needs_to_be_forked_lets_its_code_out_of_nothing(bo
 
 
 async def test_a_network_that_is_the_machines_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(namespaces, "slirp_program", lambda: None)
+    monkeypatch.setattr(machine, "slirp_program", lambda: None)
     with pytest.raises(SandboxUnavailable, match=r"loopback.*slirp4netns.*accept_risk"):
         await Sandbox(SandboxConfig(workers=1, network=True)).start()
     async with Sandbox(SandboxConfig(workers=1, network=True, accept_risk=True)) as box:
@@ -220,7 +221,7 @@ async def test_a_network_that_is_the_machines_own_is_refused(monkeypatch: pytest
 
 
 @pytest.mark.skipif(
-    namespaces.slirp_program() is None or not os.access("/dev/net/tun", os.R_OK | os.W_OK),
+    machine.slirp_program() is None or not os.access("/dev/net/tun", os.R_OK | os.W_OK),
     reason="slirp4netns or its device is not there",
 )
 async def test_a_network_of_its_own_reaches_others_and_not_our_loopback() -> None:
@@ -231,7 +232,7 @@ async def test_a_network_of_its_own_reaches_others_and_not_our_loopback() -> Non
         way.connect(("192.0.2.254", 9))
         ours = way.getsockname()[0]  # an address of this machine that is not its loopback
         with socket.create_server((ours, 0)) as public:
-            gateway = (namespaces.GATEWAY, secret.getsockname()[1])
+            gateway = (machine.GATEWAY, secret.getsockname()[1])
             places = [public.getsockname(), secret.getsockname(), gateway]
             code = (
                 "import socket\n"
@@ -291,7 +292,7 @@ def test_an_ordinary_user_with_a_part_of_the_hierarchy_gets_a_control_group(tmp_
             os.chown(path, 65534, 65534)
         with tempfile.TemporaryDirectory() as folder:
             Path(folder).chmod(0o777)
-            paths = [str(Path(__file__).parent), str(Path(namespaces.__file__).parents[3])]
+            paths = [str(Path(__file__).parent), str(Path(machine.__file__).parents[3])]
             done = subprocess.run(
                 [
                     "sh",
@@ -408,9 +409,9 @@ def _fake_slirp(folder: Path, help_text: str) -> Path:
 async def test_slirp4netns_is_confined_as_far_as_it_can_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, help_text: str, confined: list[str]
 ) -> None:
-    monkeypatch.setattr(namespaces, "slirp_program", lambda: str(_fake_slirp(tmp_path, help_text)))
+    monkeypatch.setattr(machine, "slirp_program", lambda: str(_fake_slirp(tmp_path, help_text)))
     ready: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-    network = namespaces.Slirp(os.getpid(), ready.set_result)
+    network = machine.Slirp(os.getpid(), ready.set_result)
     assert await ready is None
     given = (tmp_path / "arguments").read_text().split()
     assert [option for option in given if option.startswith("--enable")] == confined

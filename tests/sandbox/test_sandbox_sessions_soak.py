@@ -234,11 +234,11 @@ async def test_close_waits_for_all_templates_however_its_process_ended(
         await session.python(f"x = {number}")
         await fork.close()
     last: Session | Snapshot = session
-    process = session._guest.process
+    process = session._guest
     if closing == "snapshot":
         last = await session.snapshot()
         await session.close()
-        process = last._template._guest.process
+        process = last._template.guest
     process.kill()
     if closing == "twice":
         first = asyncio.ensure_future(session.close())

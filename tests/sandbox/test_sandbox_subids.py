@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import ludus
 from ludus.sandbox import SandboxError
-from ludus.sandbox.processes.namespaces import share_of_subids, subordinate_ids
+from ludus.sandbox.processes.machine import share_of_subids, subordinate_ids
 
 _NOBODY = 65534
 _NAME = pwd.getpwuid(os.geteuid()).pw_name
@@ -71,7 +71,7 @@ def test_an_ordinary_users_sessions_are_users_of_their_own(tmp_path: Path) -> No
         pytest.skip("needs root, to become an ordinary user; others run the tests as one")
     probe = as_nobody(
         tmp_path,
-        "from ludus.sandbox.processes.namespaces import subordinate_ids; print(subordinate_ids())",
+        "from ludus.sandbox.processes.machine import subordinate_ids; print(subordinate_ids())",
     )
     if probe.returncode:
         pytest.skip(f"uid {_NOBODY}: {probe.stderr.splitlines()[-1]}")

@@ -28,8 +28,8 @@ from ludus.sandbox import (
 )
 from ludus.sandbox.guest import confinement, frames, kernel, seccomp
 from ludus.sandbox.processes import isolation
-from ludus.sandbox.processes.cgroups import ControlGroup, make_group
 from ludus.sandbox.processes.guest_process import ControlChannel, OutputPipe
+from ludus.sandbox.processes.machine import ControlGroup, make_group
 from ludus.sandbox.result import ProcessExit, execution_of, unfinished
 
 HEADERS = st.dictionaries(st.text(), st.none() | st.integers() | st.text() | st.lists(st.booleans()))

@@ -40,8 +40,6 @@ Answer = str | Trajectory
 
 
 class RewardProblem(StrEnum):
-    """Kinds of problems of a task and its rewards."""
-
     NO_GOLD = "no_gold"
     GOLD_FAILS = "gold_fails"
     WRONG_PASSES = "wrong_passes"
@@ -51,8 +49,6 @@ class RewardProblem(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RewardFinding:
-    """One thing that is wrong, with the answer that showed it."""
-
     task: str
     problem: RewardProblem
     answer: str

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 from ludus.core.failures import ConfigError
 from ludus.core.task import Task
@@ -184,8 +184,6 @@ class FormatGate(Composite):
         super().__post_init__()
         if not isinstance(self.penalty, str):
             self.penalty = number(self.penalty, f"the penalty of {self.name!r}")
-        elif self.penalty != "agent_r1":
-            raise ConfigError(f"{self.name!r}: penalty is a number or 'agent_r1', not {self.penalty!r}")
 
     async def _score(self, trajectory: Trajectory, task: Task, envs: Envs) -> Scored:
         parts = await evaluate(self.format, trajectory, task, envs)
@@ -197,9 +195,6 @@ class FormatGate(Composite):
         if form >= 1.0 - _CLOSE:
             return weighted_score(self.inner, own), parts
         return form - 1.0 if isinstance(self.penalty, str) else self.penalty, parts
-
-
-BonusForm = Literal["agentfly", "verltool", "floor"]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -218,16 +213,12 @@ class ToolBonus(Composite):
 
     inner: Reward = field(kw_only=False)
     bonus: float = field(default=0.1, kw_only=False)
-    form: BonusForm = "agentfly"
+    form: Literal["agentfly", "verltool", "floor"] = "agentfly"
     tools: Collection[str] | None = None
     name: str = "tool_bonus"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.form not in get_args(BonusForm):
-            raise ConfigError(
-                f"{self.name!r}: form is one of {', '.join(get_args(BonusForm))}, not {self.form!r}"
-            )
         self.bonus = number(self.bonus, f"the bonus of {self.name!r}")
         self.tools = tool_names(self.tools, self.name)
 
@@ -268,16 +259,13 @@ class Efficiency(Composite):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        name, unit, floor, budget = self.name, self.unit, self.floor, self.budget
-        if unit not in get_args(Unit):
-            raise ConfigError(f"{name!r}: unit is one of {', '.join(get_args(Unit))}, not {unit!r}")
+        name, floor, budget = self.name, self.floor, self.budget
         if not 0 <= floor < budget:
             raise ConfigError(f"{name!r}: 0 <= floor < budget must hold; floor {floor}, budget {budget}")
         if not 0 <= self.lowest <= 1:
             raise ConfigError(f"{name!r}: lowest must be between 0 and 1, not {self.lowest}")
 
     def factor(self, used: float) -> float:
-        """The factor for a success that used this much."""
         spent = (used - self.floor) / (self.budget - self.floor)
         return max(self.lowest, 1.0 - (1.0 - self.lowest) * min(max(spent, 0.0), 1.0))
 

@@ -19,8 +19,6 @@ Unit = Literal["turns", "calls", "tokens"]
 
 @dataclass(frozen=True, slots=True)
 class AnsweredCall:
-    """A call and what came of it."""
-
     turn: int
     """The number of its action."""
     call: ToolCall
@@ -30,7 +28,6 @@ class AnsweredCall:
 
     @property
     def key(self) -> str:
-        """Key of the call: the tool and its arguments."""
         return json.dumps([self.call.name, self.call.arguments], sort_keys=True, default=str)
 
 

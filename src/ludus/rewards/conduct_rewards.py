@@ -258,13 +258,6 @@ class Ranking(OptionsReward):
     high: float = 1.0
     name: str = "ranking"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.tie_breaker not in (None, "turns", "calls", "tokens"):
-            raise ConfigError(
-                f"{self.name!r}: tie_breaker is turns, calls or tokens, not {self.tie_breaker!r}"
-            )
-
     async def score_group(self, group: Group) -> list[float]:
         keys = [self._key(trajectory) for trajectory in group.trajectories]
         return [self.low + (self.high - self.low) * rank for rank in normalised_ranks(keys)]

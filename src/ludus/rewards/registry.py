@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import is_dataclass
 from typing import Any, get_type_hints
 
-from ludus.core.config_errors import type_mismatch
 from ludus.core.failures import ConfigError
 from ludus.core.registry import Registry
 from ludus.core.trajectory import GroupReward, Reward
 from ludus.rewards.reward import SETTINGS, UserFunction
 from ludus.rewards.scorer import TurnReward, as_group_reward, as_reward_or_turn_reward
-from ludus.rewards.scores import RewardTraits
+from ludus.rewards.scores import RewardTraits, check_options, option_types
 
 REWARDS = Registry(
     "reward",
@@ -88,38 +85,17 @@ def _build(spec: Any, registry: Registry) -> Any:
             f"a {registry.kind} is a name, or a table whose key 'reward' names it: {spec!r}"
         )
     found = registry.load(name)
-    _check_kinds(found, name, options)
     if isinstance(found, type):
+        check_options(name, options, option_types(found))
         return _construct(found, name, options)
     if not options:
         return found
     if isinstance(found, UserFunction):
+        settings = get_type_hints(UserFunction.__init__)
+        own = {key: settings[key] for key in SETTINGS}
+        check_options(name, options, option_types(found.function) | own)
         return found.using(**options)
     raise ConfigError(f"{name!r} takes no options ({', '.join(options)}); decorate it with @reward")
-
-
-def _check_kinds(found: Any, name: str, options: Mapping[str, Any]) -> None:
-    """Refuse what would be taken for something else: the text "no" is true, and true is the number 1."""
-    hints = _hints(found) if isinstance(found, type) else {}
-    if isinstance(found, UserFunction):
-        settings = get_type_hints(UserFunction.__init__)
-        hints = _hints(found.function) | {key: settings[key] for key in SETTINGS}
-    for key, value in options.items():
-        if key in hints and (wanted := type_mismatch(hints[key], value)):
-            raise ConfigError(f"{name!r}: {key} {wanted} (given: {value!r:.80})")
-
-
-def _hints(function: Any) -> dict[str, Any]:
-    """The annotations of the parameters of a function or class; nothing where they are no types."""
-    hints: dict[str, Any] = {}
-    with suppress(Exception):  # annotations can be anything, and reading them runs it
-        has_init = isinstance(function, type) and not is_dataclass(function)
-        found = get_type_hints(function.__init__ if has_init else function)
-        for name, parameter in inspect.signature(function).parameters.items():
-            with suppress(KeyError, TypeError):
-                hash(found[name])
-                hints[name] = found[name] | None if parameter.default is None else found[name]
-    return hints
 
 
 def _construct(kind: type, name: str, options: dict[str, Any]) -> Any:

@@ -298,8 +298,6 @@ class FunctionTurnReward(_EpisodeFunction):
 
 
 class FunctionGroupReward(UserFunction):
-    """A group reward made of a function."""
-
     known = ("group", "trajectories", "task")
 
     async def score_group(self, group: Group) -> list[float]:
@@ -308,8 +306,6 @@ class FunctionGroupReward(UserFunction):
 
 
 class RewardSettings(TypedDict, total=False):
-    """Options of the decorators."""
-
     name: str | None
     weight: float
     timeout: float | None

@@ -13,13 +13,16 @@ Anything else (NaN, an infinity, text, a list) is a bug in the reward. So is a w
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
-from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, is_dataclass
 from numbers import Real
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, get_type_hints, runtime_checkable
 
+from ludus.core.config_errors import type_mismatch
 from ludus.core.failures import ConfigError
 from ludus.core.trajectory import Group
 
@@ -140,7 +143,6 @@ def parse_scores(values: Any, name: str, count: int, of: str = "actions") -> lis
 
 
 def parse_group_scores(values: Any, name: str, group: Group) -> list[float]:
-    """One score for each attempt of a group."""
     scores = [
         s for s in parse_scores(values, name, len(group.trajectories), "attempts") if s is not None
     ]
@@ -199,6 +201,26 @@ class RewardTraits:
         return cls(**{name: getattr(reward, name) for name in names})
 
 
+def option_types(kind: Callable[..., Any]) -> dict[str, Any]:
+    """The annotations of the parameters of a function or class; nothing where they are no types."""
+    hints: dict[str, Any] = {}
+    with suppress(Exception):  # annotations can be anything, and reading them runs it
+        has_init = isinstance(kind, type) and not is_dataclass(kind)
+        found = get_type_hints(kind.__init__ if has_init else kind)
+        for name, parameter in inspect.signature(kind).parameters.items():
+            with suppress(KeyError, TypeError):
+                hash(found[name])
+                hints[name] = found[name] | None if parameter.default is None else found[name]
+    return hints
+
+
+def check_options(name: str, options: Mapping[str, Any], types: Mapping[str, Any]) -> None:
+    """Refuse what would be taken for something else: the text "no" is true, and true is the number 1."""
+    for key, value in options.items():
+        if key in types and (wanted := type_mismatch(types[key], value)):
+            raise ConfigError(f"{name!r}: {key} {wanted} (given: {value!r:.80})")
+
+
 @runtime_checkable
 class StatefulReward(Protocol):
     """A reward whose memory is part of a checkpoint."""
@@ -227,3 +249,4 @@ class OptionsReward:
     def __post_init__(self) -> None:
         self.name = checked_name(self.name)
         self.weight = checked_weight(self.weight, self.name)
+        check_options(self.name, vars(self), option_types(type(self)))

@@ -229,8 +229,6 @@ class Format(OptionsReward):
             raise ConfigError(f"{name!r} needs either tags or a pattern")
         if isinstance(tags, str) or (tags is not None and not all(tags)):
             raise ConfigError(f"{name!r}: tags is a list of names, not {tags!r}")
-        if self.where not in ("last", "every", "joined"):
-            raise ConfigError(f"{name!r}: where is 'last', 'every' or 'joined', not {self.where!r}")
         if pattern is not None:
             try:
                 re.compile(pattern)
@@ -257,7 +255,6 @@ class Format(OptionsReward):
         return bool(turns)
 
     async def matches(self, text: str) -> bool:
-        """Whether one text has the form."""
         if len(text) > self.max_chars:
             return False
         if self.pattern is None:

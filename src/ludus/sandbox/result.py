@@ -40,8 +40,6 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """Output and outcome of an execution."""
-
     outcome: Outcome
     stdout: str = ""
     stderr: str = ""
@@ -98,8 +96,6 @@ class Execution:
 
 @dataclass(frozen=True, slots=True)
 class ProcessExit:
-    """How a guest process ended."""
-
     status: int | None
     """As `os.wait` gives it; None when unknown."""
     cpu_seconds: float = 0.0
@@ -261,7 +257,6 @@ class OutputBuffer:
         return self._total > self._limit + _DISCARDED
 
     def keep(self, data: bytes) -> None:
-        """Take what was read."""
         self._total += len(data)
         room = self._limit - len(self._head) if not self._tail else 0
         self._head += data[:room]

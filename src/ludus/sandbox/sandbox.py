@@ -104,7 +104,6 @@ class Session(ClosedAtExit):
         raise CannotFork(f"a {type(self).__name__} cannot be duplicated")
 
     async def put(self, files: Files | None) -> None:
-        """Write several files."""
         for path, data in (files or {}).items():
             await self.write(path, data)
 
@@ -221,7 +220,6 @@ class SandboxBackend(ABC):
 
 
 def make_backend(config: SandboxConfig) -> SandboxBackend:
-    """The backend that `config.tier` names."""
     backend = BACKENDS.load(config.tier)
     if not (isinstance(backend, type) and issubclass(backend, SandboxBackend)):
         raise ConfigError(f"sandbox.tier = {config.tier!r} names {backend!r:.80}, not a SandboxBackend")

@@ -151,8 +151,6 @@ class QueryResult:
 
 @dataclass(frozen=True, slots=True)
 class ColumnSchema:
-    """A column of a table, as its schema has it."""
-
     name: str
     type: str
     is_key: bool = False

@@ -156,7 +156,6 @@ class TimeBudget:
         return time.monotonic() > self._deadline
 
     async def waiting(self, awaited: Awaitable[T]) -> T:
-        """The result of waiting for a place."""
         return await self._limited(awaited, lambda _: 0.0, 0.0)
 
     async def running(self, running: Awaitable[Execution], longest: float) -> Execution:
@@ -223,7 +222,6 @@ class SandboxedReward(OptionsReward, CheckedReward, ABC):
         return parts
 
     def _answer_of(self, trajectory: Trajectory) -> str:
-        """The text that is scored."""
         return trajectory.answer or ""
 
     @abstractmethod

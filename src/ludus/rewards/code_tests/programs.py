@@ -38,7 +38,6 @@ class Language:
     build: tuple[str, ...] | None = None
 
     def command(self, words: Sequence[str]) -> list[str]:
-        """A command with its placeholders filled."""
         return [word.replace(FILE, self.file).replace(PROGRAM, "./program") for word in words]
 
 

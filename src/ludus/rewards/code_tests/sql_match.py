@@ -73,8 +73,6 @@ class SqlMatch(SandboxedReward):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.order not in ("auto", "always", "never"):
-            raise ConfigError(f"{self.name!r}: order is 'auto', 'always' or 'never', not {self.order!r}")
         self.limits = SqlLimits(seconds=self.seconds, max_rows=self.max_rows)
         self._folder = Path(self.folder)
         self._readable_paths: set[tuple[str, ...]] = set()
@@ -113,12 +111,11 @@ class SqlMatch(SandboxedReward):
         return wanted
 
     async def _is_same(self, gold: str, wanted: QueryResult, found: QueryResult) -> bool:
-        """Whether the results agree."""
         ordered = self.order == "always" or (self.order == "auto" and is_ordered(gold))
         rules = TableRules(ordered, self.column_order, self.column_names, self.tolerance)
         if not found.complete:
             return False
-        return await run_sync(equal_tables, _table(wanted), _table(found), rules)
+        return await run_sync(equal_tables, wanted, found, rules)
 
     def _databases(self, given: Any) -> list[Database]:
         several = [given] if isinstance(given, str) else given
@@ -148,10 +145,6 @@ def _is_usable(result: QueryResult) -> bool:
     return result.ok and result.columns is not None and result.complete
 
 
-def _table(result: QueryResult) -> ResultTable:
-    return ResultTable(result.columns or (), result.rows)
-
-
 # Comparing tables: pure functions over values that have left the sandbox.
 
 _MOST_ORDERS = 50
@@ -168,8 +161,6 @@ _WORDS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class TableRules:
-    """Rules of table comparison."""
-
     ordered: bool = False
     """The rows must come in the same order."""
     column_order: bool = True
@@ -180,21 +171,13 @@ class TableRules:
     """How far two numbers may be apart, relatively, or absolutely near 0, when one of them is a float."""
 
 
-@dataclass(frozen=True, slots=True)
-class ResultTable:
-    """A result as it is compared."""
-
-    columns: Sequence[str]
-    rows: Sequence[Row]
-
-
-def equal_tables(one: ResultTable, other: ResultTable, rules: TableRules) -> bool:
+def equal_tables(one: QueryResult, other: QueryResult, rules: TableRules) -> bool:
     """Whether two results agree: as sequences or as multisets of rows, duplicates counted."""
-    if len(one.columns) != len(other.columns) or len(one.rows) != len(other.rows):
+    names, others = _lowered(one.columns), _lowered(other.columns)
+    if len(names) != len(others) or len(one.rows) != len(other.rows):
         return False
     if rules.column_order:
-        names_agree = not rules.column_names or _lowered(one.columns) == _lowered(other.columns)
-        return names_agree and _same_rows(one.rows, other.rows, rules)
+        return (not rules.column_names or names == others) and _same_rows(one.rows, other.rows, rules)
     return any(
         _same_rows(one.rows, [tuple(row[i] for i in order) for row in other.rows], rules)
         for order in islice(_orders(one, other, rules), _MOST_ORDERS)
@@ -216,11 +199,11 @@ def is_ordered(query: str) -> bool:
     return False
 
 
-def _orders(one: ResultTable, other: ResultTable, rules: TableRules) -> Iterator[tuple[int, ...]]:
+def _orders(one: QueryResult, other: QueryResult, rules: TableRules) -> Iterator[tuple[int, ...]]:
     """Assignments of `other`'s columns to `one`'s that are worth a try: each pair agrees by itself."""
-    width = len(one.columns)
-    ours, theirs = ([_profile(table.rows, i) for i in range(width)] for table in (one, other))
     wanted, found = _lowered(one.columns), _lowered(other.columns)
+    width = len(wanted)
+    ours, theirs = ([_profile(table.rows, i) for i in range(width)] for table in (one, other))
     choices = [
         [
             j
@@ -375,5 +358,5 @@ def _float(number: Any) -> float:
         return math.inf if number > 0 else -math.inf
 
 
-def _lowered(names: Sequence[str]) -> list[str]:
-    return [name.lower() for name in names]
+def _lowered(names: Sequence[str] | None) -> list[str]:
+    return [name.lower() for name in names or ()]

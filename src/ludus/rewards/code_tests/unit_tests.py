@@ -144,7 +144,6 @@ class Solution:
                 self._is_hopeless = True
 
     async def close(self) -> None:
-        """End the solution's process."""
         session, self._session = self._session, None
         if session is not None:
             await session.close()

@@ -109,7 +109,6 @@ def numbered(name: str, texts: Sequence[str]) -> dict[str, str]:
 
 
 def done_in(trajectory: Trajectory, task: Task) -> list[Message]:
-    """The conversation after the task."""
     return trajectory.messages[len(task.messages) :] or trajectory.messages
 
 
@@ -175,7 +174,6 @@ def common_prefix(conversations: Sequence[Sequence[Message]]) -> int:
 
 
 def listed(lines: Iterable[str]) -> str:
-    """Lines of a list."""
     return "\n".join(f"- {line}" for line in lines)
 
 

@@ -54,16 +54,12 @@ _MIDDLE = 0.5
 
 
 class AttemptVerdict(BaseModel):
-    """One attempt's place in a verdict."""
-
     id: Annotated[int, Field(strict=True)]
     reason: str = ""
     score: Unit
 
 
 class RulerVerdict(CodedVerdict):
-    """Verdict on a group."""
-
     scores: list[AttemptVerdict]
 
 
@@ -149,7 +145,6 @@ class Ruler(AskingReward):
         return found
 
     def question(self, conversations: Sequence[Sequence[Message]]) -> JudgeQuestion:
-        """The question to the judge about these attempts, in this order."""
         shared = common_prefix(conversations)
         start = transcript(conversations[0][:shared], self.most_chars) or "(nothing)"
         whole = [transcript(one[shared:], self.most_chars) for one in conversations]
@@ -176,7 +171,6 @@ _FLIPPED: dict[Side, Side] = {"first": "second", "second": "first", "tie": "tie"
 
 
 def flipped(side: Side) -> Side:
-    """The verdict where the two have changed places."""
     return _FLIPPED[side]
 
 
@@ -283,8 +277,6 @@ def _chat(messages: Sequence[Message]) -> list[Json]:
 
 
 class PairAnswer(CodedVerdict):
-    """Answer of the judge."""
-
     reason: str = ""
     better: Side
     dimensions: dict[str, Side] = Field(default_factory=dict)
@@ -326,7 +318,6 @@ class PairJudge(Asking):
         return await self.ask(self.question(first, second), PairAnswer, check=check)
 
     def question(self, first: Trajectory, second: Trajectory) -> JudgeQuestion:
-        """The question to the model about two attempts, in this order."""
         named = [f"{name}: {text}" if text else name for name, text in self._meanings.items()]
         system = [
             "You compare two attempts of an AI agent at one task. You are given the task and what each did, "

@@ -49,8 +49,6 @@ from ludus.rewards.text_rewards import exact_match
 
 
 class JudgeVerdict(CodedVerdict):
-    """Answer of a judge."""
-
     reason: str = ""
     scores: dict[str, OutOfTen]
 
@@ -63,7 +61,7 @@ class Judge(AskingReward):
     `dimensions` gives others with their weights, `rubric` a file, and `instructions` what else to mind. With
     `target`, the judge sees the task's target. `show` is the whole episode, or its answer alone. Each dimension
     is logged as `<name>_<dimension>`, from 0 to 1, and the version of a rubric as `<name>_version`. With
-    `evolve` the rubric changes as the policy does (`evolving.py`); `rubric` is always the one of now.
+    `evolve` the rubric changes as the policy does (`rubric.py`); `rubric` is always the one of now.
     """
 
     dimensions: Mapping[str, float] | None = None
@@ -79,8 +77,6 @@ class Judge(AskingReward):
         has_own = self.rubric is not type(self).rubric
         if self.dimensions is not None and has_own:
             raise ConfigError(f"{self.name!r}: give dimensions or a rubric, not both")
-        if self.show not in ("episode", "answer"):
-            raise ConfigError(f"{self.name!r}: show is 'episode' or 'answer', not {self.show!r}")
         rubric = load_rubric(self.rubric)
         if self.dimensions is not None:
             rubric = dimensions_rubric(self.dimensions, self.name)
@@ -131,7 +127,6 @@ class Judge(AskingReward):
             self.rubric = self.evolution.rubric
 
     def question(self, trajectory: Trajectory, task: Task, rubric: Rubric) -> JudgeQuestion:
-        """The question to the judge about an episode."""
         done = done_in(trajectory, task)
         evidence = {"task": transcript(task.messages, self.most_chars)}
         if self.target:
@@ -172,8 +167,6 @@ _AGREES_FROM = 0.5
 
 
 class MatchVerdict(CodedVerdict):
-    """Whether two answers agree."""
-
     reason: str = ""
     match: Annotated[bool, Field(strict=True)]
 
@@ -221,16 +214,12 @@ class ModelMatch(AskingReward):
 
 
 class PathTrace(BaseModel):
-    """One way through the code."""
-
     inputs: str = Field(min_length=1)
     steps: str = Field(min_length=1)
     outcome: str = Field(min_length=1)
 
 
 class SemiFormalVerdict(CodedVerdict):
-    """Premises, traces, and a conclusion."""
-
     assumptions: list[str] = Field(min_length=1)
     traces: list[PathTrace] = Field(min_length=1)
     conclusion: Literal["correct", "incorrect"]

@@ -88,7 +88,6 @@ class Rubric(Config):
         return sum(weight * scores[name] / 10 for name, weight in self.weights.items())
 
     def changed(self, **changes: Any) -> Rubric:
-        """The next version."""
         return Rubric.model_validate(dict(self) | {"version": self.version + 1} | changes)
 
     def at(self, strictness: float) -> Rubric:
@@ -199,8 +198,6 @@ class EvolutionConfig(Config):
 
 
 class ProposedCriteria(CodedVerdict):
-    """Criteria proposed by a model."""
-
     criteria: list[Criterion]
 
 

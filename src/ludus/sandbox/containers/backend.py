@@ -70,8 +70,6 @@ _ERRORS = (
 
 
 class ContainerBackend(SandboxBackend):
-    """Containers of one engine."""
-
     def __init__(self, config: SandboxConfig) -> None:
         super().__init__(config)
         self.engine = make_engine(config)

@@ -37,8 +37,6 @@ _LIFETIME_ENDS = """echo "$1"; exec 4<> <(:); read -r -t "$2" -u 4 _"""
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command of an engine, and what it reads."""
-
     argv: list[str]
     stdin: bytes = b""
 
@@ -269,7 +267,6 @@ def make_engine(config: SandboxConfig) -> ContainerEngine:
 
 
 def new_name() -> str:
-    """The name of a new container of this process."""
     return f"{_machine()}-{os.getpid()}-{_started(os.getpid())}-{secrets.token_hex(4)}"
 
 

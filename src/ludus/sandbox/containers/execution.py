@@ -54,8 +54,6 @@ _PYTHON = bundle(_INTERPRETER, then=call(_INTERPRETER, "serve"))
 
 @dataclass(slots=True)
 class Ran:
-    """A program that ran in the container."""
-
     out: MarkedOutput
     err: MarkedOutput
     stopped: Outcome | None

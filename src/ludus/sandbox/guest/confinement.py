@@ -59,8 +59,6 @@ class IsolationPlan:
 
 @dataclass
 class SessionPaths:
-    """Where the session's own files are."""
-
     home: str
     state: str
     folder: str | None = None

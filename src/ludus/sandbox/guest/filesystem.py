@@ -165,7 +165,6 @@ def is_covered(path: str) -> bool:
 
 
 def _in_box(path: str) -> str:
-    """Where a covered path lies in the box."""
     name, place = next((n, p) for n, p in _PLACES.items() if path == p or path.startswith(p + "/"))
     return f"{_BOX}/{name}{path[len(place) :]}"
 

@@ -34,7 +34,6 @@ def packed(header: Header, body: bytes = b"") -> bytes:
 
 
 def sizes(prefix: bytes) -> tuple[int, int]:
-    """Length of header and body, from a frame's first bytes."""
     header, body = int.from_bytes(prefix[:4], "little"), int.from_bytes(prefix[4:8], "little")
     if header > MOST_HEADER or body > MOST_BODY:
         raise BadFrame(f"a frame of {header} + {body} bytes is too large")

@@ -43,8 +43,6 @@ class DatabaseUnusable(Exception):
 
 
 class SqlEngine(Protocol):
-    """A hardened connection."""
-
     errors: tuple[type[BaseException], ...]
     changed: int | None
 

@@ -181,7 +181,6 @@ class Sqlite:
             return {}
 
     def schema(self) -> list[Json]:
-        """Tables and views: columns (name, type, is key, may be null), and references to other tables."""
         self._deadline = time.monotonic() + self._timeout
         run = self._connection.execute
         found: list[Json] = []

@@ -38,8 +38,6 @@ Excess = tuple[int, str]
 
 @dataclass(slots=True)
 class SessionRecord:
-    """A living session, as the fork server knows it."""
-
     pid: int
     """Its first process."""
     limits: Limits
@@ -143,7 +141,6 @@ class UsageMonitor:
         return {session.pid for session in self._sessions.values()}
 
     def forget(self, number: int) -> None:
-        """A session has ended."""
         self._next_counts.pop(number, None)
 
 

@@ -13,15 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections import deque
 from collections.abc import Coroutine
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from ludus.core.messages import released_slot
 from ludus.sandbox.config import Limits, SandboxConfig, SandboxError, SandboxUnavailable, SessionLost
-from ludus.sandbox.processes.guest_process import GuestProcess
 from ludus.sandbox.processes.isolation import ProcessLayers, prepare
 from ludus.sandbox.processes.session import ProcessSession
 from ludus.sandbox.processes.worker import SandboxWorker
@@ -35,8 +32,6 @@ _ATTEMPTS = 5
 
 
 class ProcessBackend(SandboxBackend):
-    """The backend "process"."""
-
     def __init__(self, config: SandboxConfig) -> None:
         super().__init__(config)
         self._layers: ProcessLayers | None = None
@@ -44,8 +39,8 @@ class ProcessBackend(SandboxBackend):
         self._changing = asyncio.Lock()
         self._queue: deque[asyncio.Future[SandboxWorker]] = deque()
         self._background: set[asyncio.Task[None]] = set()
-        self._idle: list[_IdleSlot] = []
-        """Free slots, each of which still holds capacity."""
+        self._idle: dict[ProcessSession, float] = {}
+        """Free slots and since when they are, the oldest first. Each still holds capacity."""
         self._sweeping: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -88,7 +83,7 @@ class ProcessBackend(SandboxBackend):
             raise SandboxUnavailable(
                 f'the image {image!r} needs a container: set sandbox.tier = "docker", "podman" or "kubernetes"'
             )
-        _, session, start = await self._open(limits, one_shot=False, is_slot=False)
+        session, start = await self._open(limits, one_shot=False, is_slot=False)
         start.release()  # what a session runs, and when, is not known yet
         return session
 
@@ -134,13 +129,13 @@ class ProcessBackend(SandboxBackend):
         is_slot = what == "python" and not files and layers.has_slots
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                worker, session, start = await self._open(limits, one_shot=True, is_slot=is_slot)
+                session, start = await self._open(limits, one_shot=True, is_slot=is_slot)
                 try:
                     await session.put(files)
                     run = {"python": session.python, "shell": session.shell, "run": session.run}[what]
                     said = await run(given, stdin=stdin)
                 finally:
-                    await self._put_back(worker, session, start)
+                    await self._put_back(session, start)
                 return session.accounted(said)
             except SandboxError as lost:
                 can_be_repeated = lost.retriable or isinstance(lost, SessionLost)
@@ -155,11 +150,13 @@ class ProcessBackend(SandboxBackend):
 
     async def _open(
         self, limits: Limits, *, one_shot: bool, is_slot: bool
-    ) -> tuple[SandboxWorker, ProcessSession, _StartPermit]:
-        """A session or a slot, its worker, and its permit to start there."""
+    ) -> tuple[ProcessSession, _StartPermit]:
+        """A session or a slot, and its permit to start at its worker."""
         await self._started()
         while self._idle and self._capacity.locked():
-            await self._idle.pop(0).session.close()
+            oldest = next(iter(self._idle))
+            del self._idle[oldest]
+            await oldest.close()
         if self._capacity.locked():
             with released_slot():
                 await self._capacity.acquire()
@@ -174,34 +171,33 @@ class ProcessBackend(SandboxBackend):
         idle = self._idle_slot(worker, limits) if is_slot else None
         if idle is not None:
             self._capacity.release()  # the slot holds some already
-            return worker, idle, start
-        guest = self._spawn(worker, start, limits, one_shot=one_shot, is_slot=is_slot)
+            return idle, start
+        guest = worker.spawn(limits, self._capacity, one_shot=one_shot, is_slot=is_slot)
+        guest.ended.add_done_callback(lambda _: start.release())
         try:
             await guest.opened()
         except BaseException:
             await guest.end()
             raise
-        return worker, ProcessSession(guest, limits, self._capacity, is_slot=is_slot), start
+        return ProcessSession(guest, is_slot=is_slot), start
 
     def _idle_slot(self, worker: SandboxWorker, limits: Limits) -> ProcessSession | None:
         """A free slot of this worker: the one used last, whose memory is still in the caches."""
-        for idle in reversed(self._idle):
-            if idle.worker is worker and idle.session.limits == limits:
-                self._idle.remove(idle)
-                if idle.session.is_reusable:
-                    return idle.session
-                self._later(idle.session.close())
+        for slot in reversed(list(self._idle)):
+            if slot.worker is worker and slot.limits == limits:
+                del self._idle[slot]
+                if slot.is_reusable:
+                    return slot
+                self._later(slot.close())
         return None
 
-    async def _put_back(
-        self, worker: SandboxWorker, session: ProcessSession, start: _StartPermit
-    ) -> None:
+    async def _put_back(self, session: ProcessSession, start: _StartPermit) -> None:
         """Keep a slot that is proven clean for the next program; close anything else."""
-        free = sum(idle.worker is worker for idle in self._idle)
+        free = sum(slot.worker is session.worker for slot in self._idle)
         has_room = free < self.config.max_starting and not self._capacity.locked() and not self._closed
         if session.is_reusable and has_room:
             loop = asyncio.get_running_loop()
-            self._idle.append(_IdleSlot(worker, session, loop.time()))
+            self._idle[session] = loop.time()
             self._sweeping = self._sweeping or loop.call_later(_IDLE_SECONDS, self._sweep)
         else:
             await session.close()
@@ -210,10 +206,10 @@ class ProcessBackend(SandboxBackend):
     def _sweep(self) -> None:
         """Close slots that were not used for a while: each holds some memory."""
         loop = asyncio.get_running_loop()
-        old = [idle for idle in self._idle if idle.since <= loop.time() - _IDLE_SECONDS]
-        self._idle = [idle for idle in self._idle if idle not in old]
-        for idle in old:
-            self._later(idle.session.close())
+        old = [slot for slot, since in self._idle.items() if since <= loop.time() - _IDLE_SECONDS]
+        for slot in old:
+            del self._idle[slot]
+            self._later(slot.close())
         self._sweeping = loop.call_later(_IDLE_SECONDS, self._sweep) if self._idle else None
 
     def _later(self, work: Coroutine[Any, Any, None]) -> None:
@@ -221,23 +217,6 @@ class ProcessBackend(SandboxBackend):
         task = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
-
-    def _spawn(
-        self,
-        worker: SandboxWorker,
-        start: _StartPermit,
-        limits: Limits,
-        *,
-        one_shot: bool,
-        is_slot: bool,
-    ) -> GuestProcess:
-        ours, theirs = socket.socketpair()
-        try:
-            process = worker.spawn(theirs, limits, one_shot=one_shot, slot=is_slot)
-        finally:
-            theirs.close()
-        process.ended.add_done_callback(lambda _: start.release())
-        return GuestProcess(process, ours, self._capacity)
 
     async def _acquire_start(self) -> SandboxWorker:
         if self._closed:
@@ -278,7 +257,7 @@ class ProcessBackend(SandboxBackend):
     def _on_death(self, worker: SandboxWorker) -> None:
         if worker in self.workers:
             self.workers.remove(worker)
-            self._idle = [idle for idle in self._idle if idle.worker is not worker]
+            self._idle = {slot: since for slot, since in self._idle.items() if slot.worker is not worker}
             if not self._closed:
                 self.replaced += 1
                 self._later(self._replace(worker))
@@ -295,15 +274,6 @@ class ProcessBackend(SandboxBackend):
                     waiting.set_exception(SandboxError(f"no worker could be started: {error}"))
             return
         self._serve_queue()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _IdleSlot:
-    """A free slot, and since when."""
-
-    worker: SandboxWorker
-    session: ProcessSession
-    since: float
 
 
 class _StartPermit:

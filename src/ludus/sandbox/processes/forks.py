@@ -15,33 +15,25 @@ import weakref
 from dataclasses import replace
 from typing import Any
 
-from ludus.sandbox.config import CannotFork, Limits, SandboxError, SessionEnded, SessionLost
-from ludus.sandbox.processes.guest_process import FaultAttribution, GuestProcess
+from ludus.sandbox.config import CannotFork, SandboxError, SessionEnded, SessionLost
+from ludus.sandbox.processes.guest_process import GuestProcess
 from ludus.sandbox.result import ProcessExit, wait_status
 
 
 class TemplateProcess:
     """A process that runs no code any more and is only forked from."""
 
-    def __init__(
-        self,
-        guest: GuestProcess,
-        limits: Limits,
-        capacity: asyncio.Semaphore,
-        parent: TemplateProcess | None,
-    ) -> None:
-        self._guest = guest
-        self._limits, self._capacity = limits, capacity
+    def __init__(self, guest: GuestProcess, parent: TemplateProcess | None) -> None:
+        self.guest = guest
         self._parent = parent
         self._users = 0
         self._is_released = False
         self.is_session = True
         """Whether the session itself still lives in it: then it survives a fork that fails."""
-        self._faults = FaultAttribution(limits, guest.process)
         self.has_lent_files = False
         """Whether a fork lives in its files and may change them."""
+        self._kills = guest.kernel_kills()
         self._lock = asyncio.Lock()
-        self._pids: weakref.WeakKeyDictionary[GuestProcess, int] = weakref.WeakKeyDictionary()
         self._status_queries: weakref.WeakKeyDictionary[GuestProcess, asyncio.Task[int | None]] = (
             weakref.WeakKeyDictionary()
         )
@@ -49,12 +41,13 @@ class TemplateProcess:
     async def fork(self, *, copy_files: bool) -> GuestProcess:
         """A new process with the template's state, and with a copy of its files or the files themselves."""
         self.has_lent_files = self.has_lent_files or not copy_files
+        guest = self.guest
         async with self._lock:
-            if not self._guest.alive:
+            if not guest.alive:
                 raise self._gone()
-            if self._capacity.locked():
+            if guest.capacity.locked():
                 raise CannotFork("as many sessions are alive as the sandbox allows (max_sessions)")
-            await self._guest.process.widen(True)
+            await guest.widen(True)
             ours, theirs = socket.socketpair()
             try:
                 pid = await self._request_fork(theirs)
@@ -63,19 +56,20 @@ class TemplateProcess:
                 raise
             finally:
                 theirs.close()
-            await self._capacity.acquire()
-            fork = self._adopted(pid, ours, copy_files)
-            self._pids[fork] = pid
+            await guest.capacity.acquire()
+            fork = guest.worker.adopt(pid, guest, guest.limits, ours, copy=copy_files)
+            self.hold()
+            fork.ended.add_done_callback(lambda _: self._on_fork_end(fork, pid))
         try:
-            async with asyncio.timeout(self._limits.wall_seconds):
-                if not await asyncio.shield(fork.process.adopted):
-                    raise SandboxError(fork.process.refused or "it could not be completed")
+            async with asyncio.timeout(guest.limits.wall_seconds):
+                if not await asyncio.shield(fork.adopted):
+                    raise SandboxError(fork.refused or "it could not be completed")
                 fork.tell({"op": "go", "copy": copy_files})
                 await fork.opened()
         except (TimeoutError, SandboxError) as error:
-            infra_failure = fork.process.problem
+            infra_failure = fork.problem
             await fork.end()
-            if not self._guest.alive:
+            if not guest.alive:
                 raise self._gone() from None
             if infra_failure is not None:
                 raise SandboxError(f"a fork could not be completed: {infra_failure}") from None
@@ -89,7 +83,7 @@ class TemplateProcess:
     async def ending(self, fork: GuestProcess) -> ProcessExit:
         """How a fork ended. Only its parent, which is this template's process, can ask the kernel for its
         status."""
-        known = await asyncio.shield(fork.process.ended)
+        known = await asyncio.shield(fork.ended)
         query = self._status_queries.get(fork)
         status = await asyncio.shield(query) if query is not None else None
         return known if status is None else replace(known, status=status)
@@ -103,7 +97,7 @@ class TemplateProcess:
         self._users -= 1
         if not self._users and not self.is_session:
             self._is_released = True
-            self._guest.process.kill()
+            self.guest.kill()
 
     async def gone(self) -> None:
         """If it has no users, wait until it has ended; then wait for the templates it was forked from."""
@@ -114,30 +108,22 @@ class TemplateProcess:
             await asyncio.gather(*template._status_queries.values())
             if template._users:
                 return
-            await asyncio.shield(template._guest.process.ended)
+            await asyncio.shield(template.guest.ended)
             template = template._parent
 
-    def _adopted(self, pid: int, link_end: socket.socket, copy_files: bool) -> GuestProcess:
-        parent = self._guest.process
-        process = parent.worker.adopt(pid, parent.number, self._limits, copy=copy_files)
-        self.hold()
-        fork = GuestProcess(process, link_end, self._capacity)
-        process.ended.add_done_callback(lambda _: self._on_fork_end(fork))
-        return fork
-
-    def _on_fork_end(self, fork: GuestProcess) -> None:
+    def _on_fork_end(self, fork: GuestProcess, pid: int) -> None:
         # while the session itself lives in it, its own requests are in flight there
-        if fork.process.was_killed or self.is_session or not self._guest.alive:
+        if fork.was_killed or self.is_session or not self.guest.alive:
             self.release()
         else:
-            query = asyncio.get_running_loop().create_task(self._exit_status(fork))
+            query = asyncio.get_running_loop().create_task(self._exit_status(pid))
             self._status_queries[fork] = query
 
-    async def _exit_status(self, fork: GuestProcess) -> int | None:
+    async def _exit_status(self, pid: int) -> int | None:
         """Ask the template how a fork ended that the host did not kill; then release the fork's hold."""
         try:
             async with self._lock:
-                said = await self._asked({"op": "ended", "pid": self._pids.get(fork, 0)}, fds=())
+                said = await self._asked({"op": "ended", "pid": pid}, fds=())
         except (SandboxError, SessionEnded):
             return None
         finally:
@@ -154,9 +140,9 @@ class TemplateProcess:
 
     async def _asked(self, header: dict[str, Any], fds: tuple[int, ...]) -> dict[str, Any]:
         try:
-            answer = await self._guest.exchange(header, fds=fds, seconds=self._limits.wall_seconds)
+            answer = await self.guest.exchange(header, fds=fds)
         except TimeoutError:
-            await asyncio.shield(self._guest.process.ended)
+            await asyncio.shield(self.guest.ended)
             raise self._gone(hung=True) from None
         if answer is None:
             raise self._gone()
@@ -165,9 +151,9 @@ class TemplateProcess:
     def _gone(self, *, hung: bool = False) -> SessionLost | SessionEnded:
         """The error for a template that has ended: no code runs in it, but it can still receive the code's
         signals."""
-        reason = self._faults.infra_failure(self._guest.process) or (
-            "it was released" if self._is_released else None
-        )
+        reason = self.guest.infra_failure(self._kills)
+        if reason is None and self._is_released:
+            reason = "it was released"
         if reason is not None:
             return SessionLost(f"what was to be forked is gone: {reason}")
         how = "did not let it answer in time, and it was ended" if hung else "has ended it"

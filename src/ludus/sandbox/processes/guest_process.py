@@ -203,116 +203,50 @@ class OutputPipe(OutputBuffer):
             self._reader = -1
 
 
-class ProcessHandle:
-    """A guest process, as its worker knows it."""
+class GuestProcess:
+    """A process that code runs in, or that is kept as a template. Made by its worker."""
 
-    def __init__(self, worker: SandboxWorker, number: int) -> None:
-        self.worker, self.number = worker, number
+    def __init__(
+        self,
+        worker: SandboxWorker,
+        number: int,
+        link_end: socket.socket,
+        limits: Limits,
+        capacity: asyncio.Semaphore,
+    ) -> None:
+        """The caller has acquired `capacity`; the end of the process releases it."""
         loop = asyncio.get_running_loop()
+        self.worker, self.number = worker, number
+        self.limits, self.capacity = limits, capacity
         self.ended: asyncio.Future[ProcessExit] = loop.create_future()
         self.adopted: asyncio.Future[bool] = loop.create_future()
-        self._is_wide = False
-        self.widened: asyncio.Future[None] | None = None
-        """Done when the fork server has changed its process limit."""
-        self.excess: str | None = None
+        """Of a fork: done when the fork server has taken it over, and it has its files."""
+        self.refused: str | None = None
+        """Why a fork could not be completed, where the code in it has made that impossible."""
         self.problem: str | None = None
         """Why it could not be started, or was lost."""
         self.was_killed = False
         """Whether the host killed it."""
+        self.excess: str | None = None
+        """The limit of the whole session for which the fork server kills it."""
+        self.widened: asyncio.Future[None] | None = None
+        """Done when the fork server has changed its process limit."""
+        self._is_wide = False
         self._is_watched = False
-        self.refused: str | None = None
-        """Why a fork could not be completed, where the code in it has made that impossible."""
-
-    def kill(self) -> None:
-        """Kill it and all it started; `ended` is done when it is gone.
-
-        Sent once: hostile code may give as many reasons to be killed as it can write frames.
-        """
-        if self.ended.done() or self.was_killed:
-            return
-        self.was_killed = True
-        self.worker.tell({"op": "kill", "id": self.number})
-
-    def signal(self, which: int) -> None:
-        self.worker.tell({"op": "signal", "id": self.number, "signal": which})
-
-    def watch(self) -> None:
-        """Check all its processes together against its limits often, until `unwatch`."""
-        self._is_watched = True
-        self.worker.tell({"op": "watch", "id": self.number})
-
-    async def widen(self, wide: bool) -> None:
-        """Raise its process limit to leave room for forks; or lower it again, if it is not forked after all."""
-        if self._is_wide != wide:
-            self._is_wide = wide
-            self.widened = asyncio.get_running_loop().create_future()
-            self.worker.tell({"op": "widen", "id": self.number, "wide": wide})
-            await asyncio.wait((self.widened, self.ended), return_when=asyncio.FIRST_COMPLETED)
-
-    def unwatch(self) -> None:
-        if self._is_watched:
-            self._is_watched = False
-            self.worker.tell({"op": "unwatch", "id": self.number})
-
-
-class FaultAttribution:
-    """Attributes the end of a process to the code or to the infrastructure, where its report does not say.
-
-    The code is at fault, with two exceptions: the worker died; or the process was killed while the kernel
-    killed processes for the memory of the whole sandbox. Those are infrastructure failures (`SessionLost`): a
-    session that exceeds a limit of its own is killed for that, with a result that says so.
-    """
-
-    def __init__(self, limits: Limits, process: ProcessHandle) -> None:
-        self._limits = limits
-        self.begin(process)
-
-    def begin(self, process: ProcessHandle) -> None:
-        """Count the kernel's kills from now on; called before each execution."""
-        self._kills = process.worker.group.kills()
-
-    def is_group_full(self, process: ProcessHandle) -> bool:
-        """Whether the kernel killed a process for the memory of all; False where this session alone may fill
-        it."""
-        group = process.worker.group
-        return group.kills() > self._kills and self._limits.memory_mb << 20 < group.memory_bytes
-
-    def infra_failure(self, process: ProcessHandle) -> str | None:
-        """Why the end of a process is an infrastructure failure; None where the code is at fault."""
-        if process.problem is not None:
-            return process.problem
-        if not process.ended.done() or process.was_killed or not self.is_group_full(process):
-            return None
-        return (
-            CONTROL_GROUP_FULL
-            if looks_killed(unfinished(process.ended.result(), None, self._limits))
-            else None
-        )
-
-
-class GuestProcess:
-    """A process that code runs in, or that is kept as a template."""
-
-    def __init__(
-        self, process: ProcessHandle, link_end: socket.socket, capacity: asyncio.Semaphore
-    ) -> None:
-        """The caller has acquired `capacity`; the end of the process releases it."""
-        self.process = process
-        self._capacity = capacity
-        self._link = ControlChannel(link_end, self._on_frame, self._on_close)
         self._request: Answer | None = None
-        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        process.ended.add_done_callback(self._on_end)
+        self._ready: asyncio.Future[None] = loop.create_future()
+        self._link = ControlChannel(link_end, self._on_frame, self._on_close)
+        self.ended.add_done_callback(self._on_end)
 
     @property
     def alive(self) -> bool:
-        return not self.process.ended.done()
+        return not self.ended.done()
 
     async def opened(self) -> None:
         """Wait until the guest is ready; one that cannot start is an infrastructure failure."""
-        await first(self._ready, self.process.ended)
+        await first(self._ready, self.ended)
         if not self._ready.done():
-            reason = self.process.problem or ended_at_once(self.process.ended.result())
+            reason = self.problem or ended_at_once(self.ended.result())
             raise SandboxError(f"a session could not be started: {reason}")
         self._ready.result()
 
@@ -336,7 +270,6 @@ class GuestProcess:
         body: bytes = b"",
         fds: tuple[int, ...] = (),
         *,
-        seconds: float,
         most_body: int = 0,
     ) -> tuple[dict[str, Any], bytes] | None:
         """The answer to a request that takes no time; None if the process ended instead.
@@ -346,10 +279,10 @@ class GuestProcess:
         """
         request = self.ask(header, body, fds, most_body=most_body)
         try:
-            async with asyncio.timeout(seconds):
-                await first(request, self.process.ended)
+            async with asyncio.timeout(self.limits.wall_seconds):
+                await first(request, self.ended)
         except BaseException:
-            self.process.kill()
+            self.kill()
             raise
         finally:
             self.settled()
@@ -362,11 +295,74 @@ class GuestProcess:
         """The request is over; any further frame is unsolicited."""
         self._request = None
 
+    def kill(self) -> None:
+        """Kill it and all it started; `ended` is done when it is gone.
+
+        Sent once: hostile code may give as many reasons to be killed as it can write frames.
+        """
+        if self.alive and not self.was_killed:
+            self.was_killed = True
+            self._order("kill")
+
+    def signal(self, which: int) -> None:
+        self._order("signal", signal=which)
+
+    def watch(self) -> None:
+        """Check all its processes together against its limits often, until `unwatch`."""
+        self._is_watched = True
+        self._order("watch")
+
+    def unwatch(self) -> None:
+        if self._is_watched:
+            self._is_watched = False
+            self._order("unwatch")
+
+    async def widen(self, wide: bool) -> None:
+        """Raise its process limit to leave room for forks; or lower it again, if it is not forked after all."""
+        if self._is_wide != wide:
+            self._is_wide = wide
+            self.widened = asyncio.get_running_loop().create_future()
+            self._order("widen", wide=wide)
+            await first(self.widened, self.ended)
+
     async def end(self) -> None:
         """Kill the process and all it started, and wait until it is gone."""
         self._link.close()
-        self.process.kill()
-        await asyncio.shield(self.process.ended)
+        self.kill()
+        await asyncio.shield(self.ended)
+
+    def set_ended(self, ending: ProcessExit) -> None:
+        if not self.adopted.done():
+            self.adopted.set_result(False)
+        if self.alive:
+            self.ended.set_result(ending)
+
+    def kernel_kills(self) -> int:
+        """How many processes the kernel has killed so far for the memory of the whole sandbox."""
+        return self.worker.group.kills()
+
+    def is_group_full(self, kills: int) -> bool:
+        """Whether the kernel has killed a process for the memory of all since `kernel_kills` was `kills`; False
+        where this session alone may fill it."""
+        is_smaller = self.limits.memory_mb << 20 < self.worker.group.memory_bytes
+        return is_smaller and self.kernel_kills() > kills
+
+    def infra_failure(self, kills: int) -> str | None:
+        """Why its end is an infrastructure failure; None where the code is at fault, or it lives.
+
+        The code is at fault, with two exceptions: the worker died; or the process was killed while the kernel
+        killed processes for the memory of the whole sandbox. A session that exceeds a limit of its own is
+        killed for that, with a result that says so.
+        """
+        if self.problem is not None:
+            return self.problem
+        if self.alive or self.was_killed or not self.is_group_full(kills):
+            return None
+        is_kill = looks_killed(unfinished(self.ended.result(), None, self.limits))
+        return CONTROL_GROUP_FULL if is_kill else None
+
+    def _order(self, operation: str, **values: Any) -> None:
+        self.worker.tell({"op": operation, "id": self.number, **values})
 
     def _on_frame(self, header: dict[str, Any], body: bytes, fds: list[int]) -> None:
         if not self._ready.done():
@@ -378,19 +374,19 @@ class GuestProcess:
             return
         request = self._request
         if request is None or request.done():
-            self.process.kill()
+            self.kill()
             return
         request.set_result((header, body))
 
     def _on_close(self, problem: str | None) -> None:
         """The guest closed its end. Its process ends next, or is killed: it cannot be reached any more."""
         wait = 0.0 if problem else _GRACE_SECONDS
-        asyncio.get_running_loop().call_later(wait, self.process.kill)
+        asyncio.get_running_loop().call_later(wait, self.kill)
 
     def _on_end(self, _: object) -> None:
         self._link.drain()  # its last frame may have arrived together with its end
         self._link.close()
-        self._capacity.release()
+        self.capacity.release()
         if self._ready.done() and not self._ready.cancelled():
             self._ready.exception()  # retrieved, so that asyncio does not warn when no caller waits in `opened`
 

@@ -29,10 +29,8 @@ from ludus.core.failures import ConfigError
 from ludus.sandbox.config import SandboxConfig, SandboxError, SandboxUnavailable
 from ludus.sandbox.guest import kernel
 from ludus.sandbox.guest.filesystem import is_covered, remove_folder
-from ludus.sandbox.processes import namespaces
-from ludus.sandbox.processes.cgroups import ControlGroup, make_group
-from ludus.sandbox.processes.guest_process import GuestProcess
-from ludus.sandbox.processes.namespaces import subordinate_ids
+from ludus.sandbox.processes import machine
+from ludus.sandbox.processes.machine import ControlGroup, make_group, subordinate_ids
 from ludus.sandbox.processes.session import ProcessSession
 from ludus.sandbox.processes.worker import SandboxWorker
 from ludus.sandbox.sandbox import Layers
@@ -202,8 +200,8 @@ def arrangements(config: SandboxConfig, reasons: dict[str, str]) -> Iterator[dic
         "users": 1,
         "subids": None,
     }
-    if config.network and namespaces.slirp_program():
-        own_net = {"own_net": True, "slirp": True, "resolver": namespaces.RESOLVER}
+    if config.network and machine.slirp_program():
+        own_net = {"own_net": True, "slirp": True, "resolver": machine.RESOLVER}
         yield from _with_and_without_subids({**common, **own_net, "namespaces": True}, reasons)
     yield from _with_and_without_subids({**common, "namespaces": True}, reasons)
     folder = tempfile.mkdtemp(prefix="ludus-sandbox-")
@@ -244,13 +242,10 @@ async def _probe(worker: SandboxWorker, config: SandboxConfig, *, is_slot: bool)
             port = listening.getsockname()[1]
             abstract.bind(f"\0ludus-probe-{port}")
             abstract.listen()
-            values = (secret, port, os.getpid(), _NAMESPACES, namespaces.GATEWAY, f"ludus-probe-{port}")
+            values = (secret, port, os.getpid(), _NAMESPACES, machine.GATEWAY, f"ludus-probe-{port}")
             limits = config.limits.model_copy(update={"wall_seconds": _PROBE_SECONDS})
-            ours, theirs = socket.socketpair()
-            process = worker.spawn(theirs, limits, one_shot=True, slot=is_slot)
-            theirs.close()
-            guest = GuestProcess(process, ours, asyncio.Semaphore(0))
-            async with ProcessSession(guest, limits, asyncio.Semaphore(0), is_slot=is_slot) as session:
+            guest = worker.spawn(limits, asyncio.Semaphore(0), one_shot=True, is_slot=is_slot)
+            async with ProcessSession(guest, is_slot=is_slot) as session:
                 await guest.opened()
                 tried = await session.python(
                     f"SECRET, PORT, HOST, NAMES, GATEWAY, ABSTRACT = {values!r}\n{_PROBE}"

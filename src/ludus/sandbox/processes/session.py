@@ -4,7 +4,8 @@ Who waits for whom. One execution at a time: a second caller waits for the first
 guest's report, for its process to end, for its deadline, or for an overflow of its output, whichever comes
 first; a deadline first interrupts, then kills.
 
-`FaultAttribution` says whose fault an end is. A session that stops answering was hung by code that ran in it.
+`GuestProcess.infra_failure` says whose fault an end is. A session that stops answering was hung by code that
+ran in it.
 """
 
 from __future__ import annotations
@@ -16,15 +17,14 @@ import signal
 import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ludus.sandbox.config import CannotFork, Limits, SandboxError, SessionEnded, SessionLost
+from ludus.sandbox.config import CannotFork, SandboxError, SessionEnded, SessionLost
 from ludus.sandbox.guest import frames
 from ludus.sandbox.processes.forks import TemplateProcess
 from ludus.sandbox.processes.guest_process import (
     CONTROL_GROUP_FULL,
     Answer,
-    FaultAttribution,
     GuestProcess,
     OutputPipe,
     first,
@@ -38,7 +38,10 @@ from ludus.sandbox.result import (
     looks_killed,
     unfinished,
 )
-from ludus.sandbox.sandbox import Session, Snapshot, checked_argv, encode_argument, finishes
+from ludus.sandbox.sandbox import Session, Snapshot, checked_argv, encode_argument, encode_text, finishes
+
+if TYPE_CHECKING:
+    from ludus.sandbox.processes.worker import SandboxWorker
 
 _GRACE_SECONDS = 0.5
 _MOST_SOURCE = 4 << 20
@@ -60,22 +63,17 @@ class _Running:
 
 
 class ProcessSession(Session):
-    """A session in processes of this machine: the tier "process"."""
-
     def __init__(
         self,
         guest: GuestProcess,
-        limits: Limits,
-        capacity: asyncio.Semaphore,
         template: TemplateProcess | None = None,
         *,
         is_slot: bool = False,
     ) -> None:
         """`is_slot`: each `python` is a separate program, and nothing of it is kept for the next."""
-        self.limits = limits
+        self.limits = guest.limits
         self._usage = SlotUsage() if is_slot else None
         self._guest = guest
-        self._capacity = capacity
         self._template = template
         """The template that its process was forked from."""
         self._is_template_state = template is not None
@@ -89,7 +87,8 @@ class ProcessSession(Session):
         """Whether any code has run in it."""
         self._hung = False
         """Whether it stopped answering, for which its process was killed."""
-        self._faults = FaultAttribution(limits, guest.process)
+        self._kills = guest.kernel_kills()
+        """The kernel's kills before the last execution."""
 
     @property
     def alive(self) -> bool:
@@ -99,12 +98,16 @@ class ProcessSession(Session):
     def is_reusable(self) -> bool:
         """Whether it is a slot that the last program left unchanged."""
         is_clean = self._usage is not None and self._usage.is_clean
-        return self.alive and is_clean and not self._guest.process.was_killed
+        return self.alive and is_clean and not self._guest.was_killed
+
+    @property
+    def worker(self) -> SandboxWorker:
+        return self._guest.worker
 
     @property
     def was_ended_inside(self) -> bool:
         gone = not self._guest.alive and not self.closed and not self._abandoned
-        return gone and self._faults.infra_failure(self._guest.process) is None
+        return gone and self._guest.infra_failure(self._kills) is None
 
     async def python(
         self, code: str, *, stdin: str = "", wall_seconds: float | None = None
@@ -122,7 +125,7 @@ class ProcessSession(Session):
         return await self._execute({"op": "run", "argv": checked_argv(argv)}, b"", stdin, wall_seconds)
 
     async def write(self, path: str, data: bytes | str) -> None:
-        body = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
+        body = encode_text(data) if isinstance(data, str) else data
         if len(body) > frames.MOST_BODY:
             raise OSError(27, "the file is too large to be sent at once", path)
         await self._file({"op": "write", "path": path}, body, 0)
@@ -149,11 +152,10 @@ class ProcessSession(Session):
                 twin = await template.fork(copy_files=True)
             else:
                 twin = await self._asked_itself(self._split())
-            return ProcessSession(twin, self.limits, self._capacity, self._template)
+            return ProcessSession(twin, self._template)
 
     @finishes
     async def snapshot(self) -> Snapshot:
-        """The state as it is now, to return to any number of times."""
         async with self._lock:
             self._check()
             if self._template is None or not self._is_template_state or self._template.has_lent_files:
@@ -161,7 +163,7 @@ class ProcessSession(Session):
                 fork = await self._asked_itself(template.fork(copy_files=True))
                 self._continue_in(fork, template, has_template_files=False)
             assert self._template is not None
-            return ProcessSnapshot(self._template, self.limits, self._capacity)
+            return ProcessSnapshot(self._template)
 
     async def end(self) -> None:
         await self._guest.end()
@@ -177,7 +179,7 @@ class ProcessSession(Session):
 
     def _ending(self) -> ProcessExit:
         """How the process ended, without what earlier programs in the slot have used."""
-        ending = self._guest.process.ended.result()
+        ending = self._guest.ended.result()
         return ending if self._usage is None else self._usage.rest(ending)
 
     async def _split(self) -> GuestProcess:
@@ -204,11 +206,11 @@ class ProcessSession(Session):
             self._hung = ended.hung
             raise
         except (CannotFork, SandboxError):
-            await self._guest.process.widen(False)  # the session stays in it
+            await self._guest.widen(False)  # the session stays in it
             raise
 
     def _as_template(self) -> TemplateProcess:
-        return TemplateProcess(self._guest, self.limits, self._capacity, self._template)
+        return TemplateProcess(self._guest, self._template)
 
     def _continue_in(
         self, fork: GuestProcess, template: TemplateProcess, *, has_template_files: bool
@@ -229,7 +231,7 @@ class ProcessSession(Session):
                 return await self._gone()
             self._check()
             self._is_template_state, self._has_run = False, True
-            self._faults.begin(self._guest.process)
+            self._kills = self._guest.kernel_kills()
             started = time.monotonic()
             running = _Running()
             standard_input = _stdin_file(stdin)
@@ -254,7 +256,7 @@ class ProcessSession(Session):
                 said = await self._outcome(running, wall, polite=header["op"] == "python")
             except asyncio.CancelledError:
                 self._abandoned = True
-                self._guest.process.kill()  # it must not keep running
+                self._guest.kill()  # it must not keep running
                 raise
             finally:
                 self._guest.settled()
@@ -270,7 +272,7 @@ class ProcessSession(Session):
 
     async def _gone(self) -> Execution:
         """The result of running something in a session that its code has ended."""
-        ending = self._guest.process.ended.result()
+        ending = self._guest.ended.result()
         if self._template is not None:
             ending = await self._template.ending(self._guest)
         if self._hung:
@@ -278,7 +280,7 @@ class ProcessSession(Session):
         return replace(unfinished(ending, None, self.limits), lost=True)
 
     async def _outcome(self, running: _Running, wall: float, *, polite: bool) -> Execution:
-        process, answered = self._guest.process, running.answered
+        guest, answered = self._guest, running.answered
         assert answered is not None
         loop = asyncio.get_running_loop()
         # the guest itself stops programs at `wall`
@@ -286,14 +288,14 @@ class ProcessSession(Session):
         running.timer = loop.call_later(_LISTEN_AFTER_SECONDS, self._on_slow, running)
         deadline = loop.call_later(patience, self._deadline, running, polite)
         try:
-            await first(answered, process.ended)
+            await first(answered, guest.ended)
             if running.stopped is Outcome.OUTPUT:
-                await asyncio.shield(process.ended)
+                await asyncio.shield(guest.ended)
         finally:
             running.timer.cancel()
             deadline.cancel()
-            if self._guest.alive:
-                process.unwatch()
+            if guest.alive:
+                guest.unwatch()
         if answered.done() and running.stopped is not Outcome.OUTPUT:
             header, _ = answered.result()
             if running.report is None or self._usage is None:
@@ -301,19 +303,19 @@ class ProcessSession(Session):
             else:
                 report = running.report.finish()
                 said = self._usage.execution(header, report, running.stopped, self.limits)
-            if not looks_killed(said) or not self._faults.is_group_full(process):
+            if not looks_killed(said) or not guest.is_group_full(self._kills):
                 return said
-            process.problem = CONTROL_GROUP_FULL
-            process.kill()  # the kernel killed something in it that should have continued
-            await asyncio.shield(process.ended)
-        if process.problem is not None:
-            raise SessionLost(f"a session was lost: {process.problem}")
+            guest.problem = CONTROL_GROUP_FULL
+            guest.kill()  # the kernel killed something in it that should have continued
+            await asyncio.shield(guest.ended)
+        if guest.problem is not None:
+            raise SessionLost(f"a session was lost: {guest.problem}")
         ending = self._ending()
         if self._template is not None:
-            ending = await self._template.ending(self._guest)
+            ending = await self._template.ending(guest)
         said = unfinished(ending, running.stopped, self.limits)
-        if looks_killed(said) and self._faults.is_group_full(process):
-            process.problem = CONTROL_GROUP_FULL
+        if looks_killed(said) and guest.is_group_full(self._kills):
+            guest.problem = CONTROL_GROUP_FULL
             raise SessionLost(f"a session was lost: {CONTROL_GROUP_FULL}")
         return said
 
@@ -322,7 +324,7 @@ class ProcessSession(Session):
         for output in running.outputs:
             output.listen()
         wait = _WATCH_AFTER_SECONDS - _LISTEN_AFTER_SECONDS
-        running.timer = asyncio.get_running_loop().call_later(wait, self._guest.process.watch)
+        running.timer = asyncio.get_running_loop().call_later(wait, self._guest.watch)
 
     def _deadline(self, running: _Running, polite: bool) -> None:
         assert running.answered is not None
@@ -330,15 +332,15 @@ class ProcessSession(Session):
             return
         running.stopped = Outcome.TIMEOUT
         if polite:
-            self._guest.process.signal(signal.SIGINT)
+            self._guest.signal(signal.SIGINT)
             loop = asyncio.get_running_loop()
             loop.call_later(_GRACE_SECONDS, self._deadline, running, False)
         else:
-            self._guest.process.kill()
+            self._guest.kill()
 
     def _overflowed(self, running: _Running) -> None:
         running.stopped = Outcome.OUTPUT
-        self._guest.process.kill()
+        self._guest.kill()
 
     async def _file(self, header: dict[str, Any], body: bytes, most_body: int) -> bytes:
         """A request about a file, which the guest answers at once."""
@@ -346,9 +348,7 @@ class ProcessSession(Session):
             self._check()
             self._is_template_state = self._is_template_state and header["op"] == "read"
             try:
-                answer = await self._guest.exchange(
-                    header, body, seconds=self.limits.wall_seconds, most_body=most_body
-                )
+                answer = await self._guest.exchange(header, body, most_body=most_body)
             except TimeoutError:
                 raise await self._silent() from None
             except BaseException:
@@ -366,11 +366,11 @@ class ProcessSession(Session):
 
     async def _silent(self) -> SessionEnded | SessionLost:
         """The error for a session that did not answer and was killed."""
-        process = self._guest.process
+        guest = self._guest
         if not self._has_run:
-            process.problem = process.problem or "it did not answer in time and was killed"
+            guest.problem = guest.problem or "it did not answer in time and was killed"
         self._hung = self._has_run
-        await asyncio.shield(process.ended)
+        await asyncio.shield(guest.ended)
         return self._gone_for_good()
 
     def _check(self) -> None:
@@ -382,7 +382,7 @@ class ProcessSession(Session):
             raise self._gone_for_good()
 
     def _gone_for_good(self) -> SessionEnded | SessionLost:
-        reason = self._faults.infra_failure(self._guest.process)
+        reason = self._guest.infra_failure(self._kills)
         if reason is not None:
             return SessionLost(f"the session has ended: {reason}")
         how = "did not let it answer in time, and it was ended" if self._hung else "has ended it"
@@ -390,8 +390,8 @@ class ProcessSession(Session):
 
 
 class ProcessSnapshot(Snapshot):
-    def __init__(self, template: TemplateProcess, limits: Limits, capacity: asyncio.Semaphore) -> None:
-        self._template, self._limits, self._capacity = template, limits, capacity
+    def __init__(self, template: TemplateProcess) -> None:
+        self._template = template
         self._closed = False
         template.hold()
 
@@ -400,7 +400,7 @@ class ProcessSnapshot(Snapshot):
         if self._closed:
             raise SessionLost("the snapshot is closed")
         fork = await self._template.fork(copy_files=True)
-        return ProcessSession(fork, self._limits, self._capacity, self._template)
+        return ProcessSession(fork, self._template)
 
     async def close(self) -> None:
         if not self._closed:
@@ -413,7 +413,7 @@ def _encoded_source(code: str) -> bytes:
     """Python source as bytes; `ValueError` for more than 4 MB."""
     if not isinstance(code, str):
         raise TypeError(f"code is a text, not {type(code).__name__}")
-    data = code.encode("utf-8", "surrogatepass")
+    data = encode_text(code)
     if len(data) > _MOST_SOURCE:
         raise ValueError(f"the code has {len(data):,} bytes; {_MOST_SOURCE:,} are accepted")
     return data
@@ -425,7 +425,7 @@ def _stdin_file(given: str) -> int | None:
         return None
     fd = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with os.fdopen(os.dup(fd), "wb") as file:
-        file.write(given.encode("utf-8", "surrogatepass"))
+        file.write(encode_text(given))
     os.lseek(fd, 0, os.SEEK_SET)
     fcntl.fcntl(fd, _ADD_SEALS, _ALL_SEALS)
     return fd

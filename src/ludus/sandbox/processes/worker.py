@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from ludus.sandbox.config import Limits, SandboxError
-from ludus.sandbox.processes.cgroups import ControlGroup
-from ludus.sandbox.processes.guest_process import ControlChannel, ProcessHandle
-from ludus.sandbox.processes.namespaces import (
+from ludus.sandbox.processes.guest_process import ControlChannel, GuestProcess
+from ludus.sandbox.processes.machine import (
     END_SECONDS,
     USERS_EACH,
+    ControlGroup,
     Slirp,
     map_subids,
     map_users,
@@ -67,7 +67,7 @@ class SandboxWorker:
             self._settings["subids"] = share_of_subids(settings["subids"], next(_counter))
         self.group = group
         self._on_death = on_death
-        self._processes: dict[int, ProcessHandle] = {}
+        self._guests: dict[int, GuestProcess] = {}
         self._numbers = itertools.count(1)
         self._link: ControlChannel | None = None
         self._popen: subprocess.Popen[bytes] | None = None
@@ -84,7 +84,7 @@ class SandboxWorker:
 
     @property
     def sessions(self) -> int:
-        return len(self._processes)
+        return len(self._guests)
 
     async def start(self) -> dict[str, Any]:
         """Start it and wait until sessions can be forked; `SandboxError` says why not."""
@@ -127,23 +127,26 @@ class SandboxWorker:
         return ours
 
     def spawn(
-        self, control: socket.socket, limits: Limits, *, one_shot: bool = False, slot: bool = False
-    ) -> ProcessHandle:
-        """Fork a session with `control` as its control socket, or a slot, which runs one-shot programs."""
-        process = self._new_process()
+        self, limits: Limits, capacity: asyncio.Semaphore, *, one_shot: bool, is_slot: bool
+    ) -> GuestProcess:
+        """Fork a session, or a slot, which runs one-shot programs. The caller has acquired `capacity`."""
+        ours, theirs = socket.socketpair()
+        guest = self._new_guest(ours, limits, capacity)
         plain_limits = limits.model_dump()
-        plain_limits["processes"] += slot  # a slot's first process runs no program
-        header = {"op": "spawn", "id": process.number, "limits": plain_limits}
-        header |= {"one_shot": one_shot, "slot": slot}
-        self.tell(header, (control.fileno(),))
-        return process
+        plain_limits["processes"] += is_slot  # a slot's first process runs no program
+        header = {"op": "spawn", "id": guest.number, "limits": plain_limits}
+        with theirs:
+            self.tell({**header, "one_shot": one_shot, "slot": is_slot}, (theirs.fileno(),))
+        return guest
 
-    def adopt(self, pid: int, parent: int, limits: Limits, *, copy: bool) -> ProcessHandle:
-        """Take over a session that another one forked; `adopted` is done when it has its files."""
-        process = self._new_process()
-        header = {"op": "adopt", "id": process.number, "parent": parent, "pid": pid}
+    def adopt(
+        self, pid: int, parent: GuestProcess, limits: Limits, link_end: socket.socket, *, copy: bool
+    ) -> GuestProcess:
+        """Take over a session that another one forked. The caller has acquired the parent's `capacity`."""
+        guest = self._new_guest(link_end, limits, parent.capacity)
+        header = {"op": "adopt", "id": guest.number, "parent": parent.number, "pid": pid}
         self.tell({**header, "copy": copy, "disk_mb": limits.disk_mb})
-        return process
+        return guest
 
     def tell(self, header: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
         if self._link is not None:
@@ -177,13 +180,15 @@ class SandboxWorker:
         if self._slirp is not None:
             self._slirp.close()
 
-    def _new_process(self) -> ProcessHandle:
-        process = ProcessHandle(self, next(self._numbers))
+    def _new_guest(
+        self, link_end: socket.socket, limits: Limits, capacity: asyncio.Semaphore
+    ) -> GuestProcess:
+        guest = GuestProcess(self, next(self._numbers), link_end, limits, capacity)
         if self._link is None:  # it died after it was chosen: no event would ever come
-            _lose(process)
+            _lose(guest)
         else:
-            self._processes[process.number] = process
-        return process
+            self._guests[guest.number] = guest
+        return guest
 
     def _on_frame(self, header: dict[str, Any], body: bytes, fds: list[int]) -> None:
         event = header.get("event")
@@ -198,24 +203,25 @@ class SandboxWorker:
             self._on_event(event, header)
 
     def _on_event(self, event: str, header: dict[str, Any]) -> None:
-        process = self._processes.get(header["id"])
-        if process is None:
+        guest = self._guests.get(header["id"])
+        if guest is None:
             return
         if event == "excess":
-            process.excess = header["what"]
+            guest.excess = header["what"]
         elif event == "widened":
-            if process.widened is not None and not process.widened.done():
-                process.widened.set_result(None)
+            if guest.widened is not None and not guest.widened.done():
+                guest.widened.set_result(None)
         elif event == "adopted":
-            process.refused, process.problem = header.get("refused"), header.get("failed")
-            process.adopted.set_result(bool(header["good"]))
+            guest.refused, guest.problem = header.get("refused"), header.get("failed")
+            guest.adopted.set_result(bool(header["good"]))
         else:
             if event == "failed":
-                process.problem = str(header["error"])
+                guest.problem = str(header["error"])
             peak = header.get("peak_kb", 0) / 1024
-            ending = ProcessExit(header.get("status"), header.get("cpu", 0.0), peak, process.excess)
-            del self._processes[process.number]
-            _set_ended(process, ending)
+            del self._guests[guest.number]
+            guest.set_ended(
+                ProcessExit(header.get("status"), header.get("cpu", 0.0), peak, guest.excess)
+            )
 
     def _map_users(self) -> None:
         assert self._popen is not None and self._ready is not None and self._link is not None
@@ -247,9 +253,9 @@ class SandboxWorker:
         self._link = None
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(SandboxError("the fork server ended while it started"))
-        processes, self._processes = list(self._processes.values()), {}
-        for process in processes:
-            _lose(process)
+        guests, self._guests = list(self._guests.values()), {}
+        for guest in guests:
+            _lose(guest)
         if was_alive:
             self._on_death(self)
 
@@ -267,17 +273,10 @@ async def _exited(pid: int) -> None:
         os.close(pidfd)
 
 
-def _lose(process: ProcessHandle) -> None:
+def _lose(guest: GuestProcess) -> None:
     """Its worker has ended, and the process with it."""
-    process.problem = "the fork server it was forked from ended"
-    _set_ended(process, ProcessExit(None))
-
-
-def _set_ended(process: ProcessHandle, ending: ProcessExit) -> None:
-    if not process.adopted.done():
-        process.adopted.set_result(False)
-    if not process.ended.done():
-        process.ended.set_result(ending)
+    guest.problem = "the fork server it was forked from ended"
+    guest.set_ended(ProcessExit(None))
 
 
 def _environment() -> dict[str, str]:

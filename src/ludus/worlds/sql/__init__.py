@@ -21,7 +21,7 @@ from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
 from ludus.envs.env import Env
 from ludus.envs.world import World
-from ludus.rewards.code_tests.sql_match import ResultTable, SqlMatch, TableRules, equal_tables
+from ludus.rewards.code_tests.sql_match import SqlMatch, TableRules, equal_tables
 from ludus.rewards.scores import Parts
 from ludus.sandbox import Sandbox, Session, shared_sandbox
 from ludus.sandbox.sql import Database, QueryResult, SqlLimits, read_schema, run_query
@@ -196,16 +196,15 @@ async def same_state(env: Sql, task: Task) -> bool:
     everything = f"select * from {quoted(str(task.metadata['table']))}"
     found = await env.run(everything, _COMPARED)
     wanted = _changed_table(find_database(task.envs["sql"]["database"]), str(task.target), everything)
-    table = ResultTable(found.columns or (), found.rows)
-    return found.ok and found.complete and equal_tables(wanted, table, TableRules())
+    return found.ok and found.complete and equal_tables(wanted, found, TableRules())
 
 
-def _changed_table(database: Database, statement: str, query: str) -> ResultTable:
+def _changed_table(database: Database, statement: str, query: str) -> QueryResult:
     """The rows after the gold statement, which is the task set's own."""
     with closing(memory_database(database.script or "")) as connection:
         connection.execute(statement)
         cursor = connection.execute(query)
-        return ResultTable([column[0] for column in cursor.description], cursor.fetchall())
+        return QueryResult(tuple(one[0] for one in cursor.description), tuple(cursor.fetchall()))
 
 
 # Tasks

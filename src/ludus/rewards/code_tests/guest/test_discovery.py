@@ -134,8 +134,6 @@ _BLOCKS = (ast.For, ast.While, ast.If, ast.With, ast.Try, ast.TryStar, ast.Match
 
 @dataclass(frozen=True)
 class DiscoveredTests:
-    """The tests of one source."""
-
     tree: ast.Module
     holds_tests: bool
     """Whether its tests are functions and classes; otherwise they are statements."""

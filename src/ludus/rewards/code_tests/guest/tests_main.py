@@ -255,7 +255,6 @@ def collect(found: DiscoveredTests, namespace: Namespace, one_each: bool = False
 
 
 def run_statements(tree: ast.Module, namespace: Namespace) -> None:
-    """Run a source as it stands."""
     exec(compile(tree, TESTS_FILE, "exec"), namespace)
 
 
