@@ -29,8 +29,7 @@ from ludus.worlds.sql import (
     training_tasks,
     vt_sql,
 )
-from ludus.worlds.sql.databases import HELD_OUT, NAMES, script_of
-from ludus.worlds.sql.questions import questions
+from ludus.worlds.sql.databases import HELD_OUT, NAMES, questions, script_of
 
 DBBENCH = "LUDUS_SQL_DATA" in os.environ
 

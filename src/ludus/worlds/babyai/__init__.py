@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Generator
-from typing import TYPE_CHECKING
 
 from ludus.core.messages import Message, ToolCall
 from ludus.core.random import key, uniform
@@ -16,10 +15,8 @@ from ludus.core.task import Task
 from ludus.envs.env import Env, Step
 from ludus.envs.world import World
 from ludus.rewards import reward
-
-if TYPE_CHECKING:
-    from ludus.worlds.babyai.game import MazeGame
-    from ludus.worlds.babyai.planner import Planner
+from ludus.worlds.babyai.game import MazeGame
+from ludus.worlds.babyai.planner import Explorer, Planner
 
 LEVELS = {
     "GoTo": (
@@ -72,8 +69,6 @@ class BabyAI(Env):
         return self.game is not None and self.game.won
 
     def reset(self, task: Task, level: str, seed: int) -> str:
-        from ludus.worlds.babyai.game import MazeGame
-
         self._maze = (level, seed)
         self.game = MazeGame(level, seed)
         return f"Your goal: {self.game.goal}\n{self.game.observation()}"
@@ -103,8 +98,6 @@ class BabyAI(Env):
         return tuple(self._game().taken)
 
     async def restore(self, state: tuple[int, ...]) -> None:
-        from ludus.worlds.babyai.game import MazeGame
-
         if self._game().taken:  # of an instance that has just been reset, the maze can be used
             self.game = MazeGame(*self._maze)
         self._game().take(state)
@@ -174,17 +167,11 @@ def _task(split: str, sub_task: str, number: int, first: int) -> Task:
 
 def expert(task: Task) -> Generator[ToolCall, str, None]:
     """A demonstrator that plans in a maze of its own, made from the same seed."""
-    from ludus.worlds.babyai.game import MazeGame
-    from ludus.worlds.babyai.planner import Planner
-
     yield from _played(Planner(MazeGame(**task.envs["babyai"])))
 
 
 def explorer(task: Task) -> Generator[ToolCall, str, None]:
     """An expert that knows only what it has seen so far, as an agent does, and searches for the rest."""
-    from ludus.worlds.babyai.game import MazeGame
-    from ludus.worlds.babyai.planner import Explorer
-
     yield from _played(Explorer(MazeGame(**task.envs["babyai"])))
 
 
@@ -211,9 +198,6 @@ def hesitant_expert(task: Task) -> Generator[ToolCall, str, None]:
 
     Imitating it teaches the words and what they do; saving turns is left to RL.
     """
-    from ludus.worlds.babyai.game import MazeGame
-    from ludus.worlds.babyai.planner import Planner
-
     game = MazeGame(**task.envs["babyai"])
     planner = Planner(game)
     turns = 0

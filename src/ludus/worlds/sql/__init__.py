@@ -1,6 +1,6 @@
 """Text-to-SQL: look at a database, try queries, and answer with the one that gives what was asked for.
 
-Out of the box there are eleven small databases (`databases`) and questions about them (`questions`). Spider's
+Out of the box there are eleven small databases and questions about them (`databases`). Spider's
 folders and AgentBench's dbbench are read from the folder LUDUS_SQL_DATA (`files`). Queries run in the sandbox,
 read-only, with limits on rows and time.
 """
@@ -27,7 +27,16 @@ from ludus.sandbox import Sandbox, Session, shared_sandbox
 from ludus.sandbox.sql import Database, QueryResult, SqlLimits, read_schema, run_query
 from ludus.tools import tool
 from ludus.tools.library.sql import described, fault_of, problem_of, rendered
-from ludus.worlds.sql.databases import HELD_OUT, NAMES, VARIANTS
+from ludus.worlds.sql.databases import (
+    CHECKED_ON,
+    HELD_OUT,
+    NAMES,
+    VARIANTS,
+    SqlQuestion,
+    hard_questions,
+    questions,
+    schema_of,
+)
 from ludus.worlds.sql.files import (
     SANDBOX,
     TableTask,
@@ -38,9 +47,7 @@ from ludus.worlds.sql.files import (
     readable_of,
     schema_hint,
     spider_rows,
-    table_names,
 )
-from ludus.worlds.sql.questions import CHECKED_ON, SqlQuestion, hard_questions, questions
 
 LIMITS = SqlLimits(seconds=5.0, max_rows=30, max_bytes=20_000, max_cell=100)
 """Of a query that the agent tries."""
@@ -243,7 +250,7 @@ def _own(
         _query_task(
             f"sql-{split}-{number}",
             name,
-            "Tables: " + ", ".join(table_names(name)),
+            "Tables: " + ", ".join(table.name for table in schema_of(name)),
             question.text,
             question.query,
             question.subtask,

@@ -1,36 +1,35 @@
-"""Eleven small databases, made on the spot: the same on every machine.
+"""Eleven small databases, made on the spot and the same on every machine, and questions about them.
 
-Each has two or three tables with keys into each other, names, categories, numbers and dates.
+`databases.toml` has the tables, and the forms of questions: wordings and a query. Here is which columns, values
+and bounds a form is asked about. A question stays only if its result is not empty, short and, where it asks for
+a single thing, unambiguous.
 """
 
 from __future__ import annotations
 
-import re
+import sqlite3
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from datetime import date, timedelta
 from functools import cache
+from itertools import combinations, pairwise, permutations
+from pathlib import Path
 from random import Random
-from typing import Literal, cast
+from typing import Any, Literal
 
 from ludus.core.random import key
 
-_FIRST = [
-    "Ada", "Bela", "Chen", "Dora", "Emil", "Femi", "Gita", "Hugo", "Ines", "Jomo", "Kim", "Lena", "Milo",
-    "Nora", "Omar", "Pia",
-]  # fmt: skip
-_LAST = [
-    "Abel", "Brook", "Cruz", "Diaz", "Ezra", "Frost", "Gray", "Holm", "Ito", "Jung", "Klein", "Lund",
-    "Mora", "Nash", "Okoro", "Petri",
-]  # fmt: skip
-_WHICH = [
-    "Amber", "Blue", "Copper", "Dark", "Early", "Far", "Golden", "Hidden", "Iron", "Last", "Little",
-    "Long", "Old", "Quiet", "Red", "Silver",
-]  # fmt: skip
-_WHAT = [
-    "Arrow", "Bridge", "Cloud", "Door", "Ember", "Field", "Garden", "Harbour", "Island", "Journey", "Key",
-    "Lantern", "Moon", "River", "Stone", "Tower",
-]  # fmt: skip
-Kind = Literal["person", "title", "category", "number", "date", "reference"]
+_LISTED: Mapping[str, Any] = tomllib.loads(
+    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+)
+_WORDS: Mapping[str, str] = _LISTED["words"]
+NAMES = tuple(_LISTED["databases"])
+HELD_OUT = ("cinema", "league", "observatory")
+"""No training question is about one of these."""
+VARIANTS = 4
+"""How often a schema is filled with other data, for training: `library-1` to `library-4`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,8 @@ class Column:
     """A column by what it holds. `phrase` is what questions call it."""
 
     name: str
-    kind: Kind
+    kind: str
+    """person, title, category, number, date or reference."""
     phrase: str
     values: tuple[str, ...] = ()
     """The categories, or the table that a reference leads to."""
@@ -64,96 +64,27 @@ class Table:
         return [column for column in self.columns if column.kind == kind]
 
 
-_COUNTRIES = "Brazil Chile France Ghana India Japan Kenya Norway Peru Spain"
-_CITIES = "Accra Bergen Cusco Delhi Lyon Osaka Porto Quito"
-_SCHEMAS = f"""
-library
-  authors, author, 14: name person; country category {_COUNTRIES}; birth_year number 1900 1990
-  books, book, 40: title title; author_id reference authors; genre category novel poetry history science;
-    pages number 80 900 (number of pages)
-  loans, loan, 90: book_id reference books; days number 1 60 (number of days); lent_on date (made)
-shop
-  customers, customer, 18: name person; city category {_CITIES}; joined_on date (registered)
-  products, product, 24: name title; department category garden kitchen office sport toys; price number 2 400
-  orders, order, 110: customer_id reference customers; product_id reference products; quantity number 1 12;
-    ordered_on date (placed)
-school
-  teachers, teacher, 12: name person; subject category art biology chemistry maths music;
-    salary number 2100 5900
-  courses, course, 22: title title; teacher_id reference teachers; seats number 8 60 (number of seats)
-  enrolments, enrolment, 100: course_id reference courses; student person; grade number 1 100;
-    signed_on date (made)
-clinic
-  doctors, doctor, 12: name person; field category heart skin eyes children surgery;
-    years number 1 38 (number of years of work)
-  patients, patient, 30: name person; city category {_CITIES}; age number 1 95
-  visits, visit, 95: doctor_id reference doctors; patient_id reference patients; fee number 20 480;
-    visited_on date (made)
-airline
-  airports, airport, 12: name title; country category {_COUNTRIES}; altitude number 2 3200
-  planes, plane, 14: name title; maker category Aero Borea Condor Delfin;
-    seats number 20 400 (number of seats)
-  flights, flight, 105: airport_id reference airports; plane_id reference planes; distance number 150 9800;
-    departed_on date (flown)
-farm
-  fields, field, 14: name title; soil category clay loam peat sand; area number 2 90
-  harvests, harvest, 85: field_id reference fields; crop category barley beans maize rye wheat;
-    weight number 120 8900; harvested_on date (brought in)
-museum
-  artists, artist, 15: name person; country category {_COUNTRIES}; birth_year number 1600 1970
-  works, work, 45: title title; artist_id reference artists; material category bronze marble oil paper wood;
-    height number 10 400; bought_on date (bought)
-hotel
-  rooms, room, 20: name title; class category single double suite; rate number 45 390; floor number 1 9
-  guests, guest, 26: name person; country category {_COUNTRIES}
-  stays, stay, 90: room_id reference rooms; guest_id reference guests;
-    nights number 1 14 (number of nights); arrived_on date (begun)
-cinema
-  directors, director, 13: name person; country category {_COUNTRIES}; birth_year number 1920 1992
-  films, film, 36: title title; director_id reference directors; genre category comedy crime drama western;
-    minutes number 70 210 (length in minutes)
-  screenings, screening, 95: film_id reference films; tickets number 3 260 (number of tickets);
-    shown_on date (held)
-league
-  teams, team, 12: name title; city category {_CITIES}; founded number 1890 2005 (year of foundation)
-  players, player, 48: name person; team_id reference teams;
-    position category goalkeeper defender midfielder striker; goals number 0 60 (number of goals);
-    signed_on date (signed)
-observatory
-  telescopes, telescope, 10: name title; country category {_COUNTRIES};
-    mirror number 40 980 (size of the mirror)
-  stars, star, 30: name title; colour category blue red white yellow; distance number 4 2900
-  recordings, recording, 100: telescope_id reference telescopes; star_id reference stars;
-    minutes number 5 240 (length in minutes); recorded_on date (made)
-"""
-NAMES = tuple(re.findall(r"^(\w+)$", _SCHEMAS, re.MULTILINE))
-HELD_OUT = ("cinema", "league", "observatory")
-"""No training question is about one of these."""
-VARIANTS = 4
-"""How often a schema is filled with other data, for training: `library-1` to `library-4`."""
-
-
 @cache
 def schema_of(name: str) -> tuple[Table, ...]:
     """The tables of a database, such as `library-2`."""
-    blocks = re.split(r"^(?=\w)", _SCHEMAS.strip(), flags=re.MULTILINE)
-    bodies = {head: body for head, _, body in (block.partition("\n") for block in blocks if block)}
-    tables = re.findall(
-        r"^  (\w+), (\w+), (\d+): ((?:.|\n    )*)", bodies[name.partition("-")[0]], re.MULTILINE
-    )
     return tuple(
-        Table(many, one, int(size), tuple(_column(text) for text in columns.split(";")))
-        for many, one, size, columns in tables
+        Table(
+            many,
+            row["one"],
+            row["rows"],
+            tuple(_column(text.format(**_WORDS)) for text in row["columns"]),
+        )
+        for many, row in _LISTED["databases"][name.partition("-")[0]].items()
     )
 
 
 def _column(text: str) -> Column:
-    """A column as the list above writes it: name, kind, what it holds, and in brackets what it is called."""
-    body, _, phrase = text.strip().rstrip(")").partition(" (")
+    """A column as it is listed: name, kind, what it holds, and in brackets what it is called."""
+    body, _, phrase = text.rstrip(")").partition(" (")
     name, kind, *rest = body.split()
     low, high = map(int, rest) if kind == "number" else (0, 0)
     called = phrase or name.removesuffix("_id").replace("_", " ")
-    return Column(name, cast("Kind", kind), called, tuple(rest), low, high)
+    return Column(name, kind, called, tuple(rest), low, high)
 
 
 @cache
@@ -179,8 +110,8 @@ def script_of(name: str) -> str:
 def _labels(table: Table, draw: Random) -> list[str]:
     """Names, each once."""
     label = table.label
-    one, other = (_FIRST, _LAST) if label is not None and label.kind == "person" else (_WHICH, _WHAT)
-    names = [f"{a} {b}" for a in one for b in other]
+    one, other = ("first", "last") if label is not None and label.kind == "person" else ("which", "what")
+    names = [f"{a} {b}" for a in _WORDS[one].split() for b in _WORDS[other].split()]
     draw.shuffle(names)
     return names[: table.size]
 
@@ -196,3 +127,282 @@ def _value(database: str, column: Column, label: str, draw: Random) -> str:
         size = next(table.size for table in schema_of(database) if table.name == column.values[0])
         return str(draw.randint(1, size - 1))  # the last one has none
     return f"'{label}'"
+
+
+# Questions
+
+_MOST_ROWS = 30
+_AGGREGATES = {"avg": "average", "sum": "total", "max": "highest", "min": "lowest"}
+_MONTHS = (
+    "January", "February", "March", "April", "May", "June", "July", "August", "September", "October",
+    "November", "December",
+)  # fmt: skip
+_FORMS: Mapping[str, Any] = _LISTED["forms"]
+
+
+@dataclass(frozen=True, slots=True)
+class SqlQuestion:
+    """A question and the query that answers it."""
+
+    subtask: str
+    text: str
+    query: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A form with all that its wordings and its query speak of."""
+
+    form: str
+    about: Mapping[str, Any]
+
+    @property
+    def wordings(self) -> list[str]:
+        return [text.format(**self.about) for text in _FORMS[self.form]["texts"]]
+
+    @property
+    def query(self) -> str:
+        return str(_FORMS[self.form]["query"].format(**self.about))
+
+    def question(self, text: str) -> SqlQuestion:
+        return SqlQuestion(_FORMS[self.form]["subtask"], text, self.query)
+
+
+def _ask(form: str, **about: Any) -> _Asked:
+    return _Asked(form, about)
+
+
+@cache
+def questions(name: str) -> tuple[SqlQuestion, ...]:
+    """The questions about a database whose gold queries give something to compare."""
+    draw = Random(key("sql", name, "questions"))
+    found: dict[str, SqlQuestion] = {}
+    connection = sqlite3.connect(":memory:")
+    connection.executescript(script_of(name))
+    for table in schema_of(name):
+        for asked in _about(name, table, draw):
+            one = asked.question(asked.wordings[0])
+            rows = connection.execute(one.query).fetchall()
+            is_fine = 1 <= len(rows) <= _MOST_ROWS and rows != [(None,)]
+            if is_fine and _is_unambiguous(connection, one.query):
+                found.setdefault(one.text, one)
+    connection.close()
+    return tuple(found.values())
+
+
+def _is_unambiguous(connection: sqlite3.Connection, query: str) -> bool:
+    """Whether what a limit cuts off differs from what it keeps, in the number that was ordered by."""
+    head, _, limit = query.partition(" limit ")
+    if not limit:
+        return True
+    values = [row[-1] for row in connection.execute(head).fetchall()[: int(limit) + 1]]
+    return len(set(values)) == len(values)
+
+
+def _about(name: str, table: Table, draw: Random) -> Iterator[_Asked]:
+    yield from _filters(table, draw)
+    yield from _aggregates(table, draw)
+    yield from _orders(table)
+    yield from _groups(table, draw)
+    yield from _dates(table, draw)
+    references = _references(name, table)
+    for reference, parent in references:
+        yield from _joins(table, reference, parent, draw)
+        for right, other in references:
+            if right is not reference:
+                c = other.of("category")[0]
+                joined = _joined(table, (reference, parent), (right, other))
+                value = draw.choice(c.values)
+                yield _ask("two_owners", t=table, p=parent, other=other, c=c, value=value, joined=joined)
+
+
+def _references(name: str, table: Table) -> list[tuple[Column, Table]]:
+    """The columns that refer to other tables, and these."""
+    tables = {one.name: one for one in schema_of(name)}
+    return [(column, tables[column.values[0]]) for column in table.of("reference")]
+
+
+def _joined(table: Table, *references: tuple[Column, Table]) -> str:
+    """The table with those that it refers to."""
+    joins = [f"join {p.name} on {table.name}.{column.name} = {p.name}.id" for column, p in references]
+    return " ".join([table.name, *joins])
+
+
+def _filters(t: Table, draw: Random) -> Iterator[_Asked]:
+    for c in t.of("category"):
+        for value in draw.sample(c.values, 2):
+            yield _ask("filter_count", t=t, c=c, value=value)
+    for n in t.of("number") if t.label else ():
+        bound = draw.randint(n.low + (n.high - n.low) // 2, n.high - (n.high - n.low) // 5)
+        yield _ask("filter_above", t=t, n=n, bound=bound)
+        yield _ask("above_average", t=t, n=n)
+
+
+def _aggregates(t: Table, draw: Random) -> Iterator[_Asked]:
+    for n in t.of("number"):
+        for function, word in _AGGREGATES.items():
+            yield _ask("aggregate", t=t, n=n, function=function, word=word)
+        for c in t.of("category"):
+            function, value = draw.choice(list(_AGGREGATES)), draw.choice(c.values)
+            word = _AGGREGATES[function]
+            yield _ask("aggregate_of_category", t=t, n=n, c=c, value=value, function=function, word=word)
+
+
+def _orders(t: Table) -> Iterator[_Asked]:
+    for n in t.of("number") if t.label else ():
+        for word, order in (("highest", " desc"), ("lowest", "")):
+            yield _ask("first", t=t, n=n, word=word, order=order)
+            yield _ask("first_three", t=t, n=n, word=word, order=order)
+
+
+def _groups(t: Table, draw: Random) -> Iterator[_Asked]:
+    for c in t.of("category"):
+        yield _ask("group_count", t=t, c=c)
+        bound = max(1, t.size // len(c.values) + draw.randint(-1, 1))
+        yield _ask("group_above", t=t, c=c, bound=bound)
+        for n in t.of("number"):
+            yield _ask("group_average", t=t, c=c, n=n)
+
+
+def _dates(t: Table, draw: Random) -> Iterator[_Asked]:
+    for d in t.of("date"):
+        for year in draw.sample(range(2019, 2024), 2):
+            yield _ask("in_year", t=t, d=d, year=year)
+            month = draw.randint(1, 12)
+            called = _MONTHS[month - 1]
+            yield _ask("in_month", t=t, d=d, year=year, month=month, month_name=called)
+        for function, word in (("min", "first"), ("max", "last")):
+            yield _ask("first_day", t=t, d=d, function=function, word=word)
+        for n in t.of("number"):
+            day = date(2019, 7, 1) + timedelta(days=draw.randrange(3 * 365))
+            yield _ask("total_after", t=t, d=d, n=n, day=day)
+
+
+def _joins(t: Table, reference: Column, p: Table, draw: Random) -> Iterator[_Asked]:
+    tables: dict[str, Any] = {"t": t, "p": p, "joined": _joined(t, (reference, p))}
+    if p.label is not None:
+        yield _ask("owned", **tables)
+        yield _ask("owns_most", **tables)
+        yield _ask("owns_none", **tables, reference=reference)
+        yield _ask("owns_above", **tables, bound=max(1, t.size // p.size + draw.randint(0, 2)))
+    for c in p.of("category"):
+        for value in draw.sample(c.values, 2):
+            yield _ask("owner_count", **tables, c=c, value=value)
+        for n in t.of("number"):
+            function, value = draw.choice(("avg", "sum", "max")), draw.choice(c.values)
+            word = _AGGREGATES[function]
+            yield _ask("owner_aggregate", **tables, c=c, n=n, value=value, function=function, word=word)
+        for d in t.of("date"):
+            year, value = draw.randrange(2019, 2024), draw.choice(c.values)
+            yield _ask("owner_in_year", **tables, c=c, d=d, value=value, year=year)
+    for n in p.of("number") if t.label else ():
+        bound = draw.randint(n.low + (n.high - n.low) // 2, n.high)
+        yield _ask("owner_above", **tables, n=n, bound=bound)
+
+
+CHECKED_ON = (5, 6)
+"""Variants of a database that no task shows; a question is asked if its gold query gives rows on them too."""
+_YEARS = range(2019, 2024)
+_DRAWS = 3
+"""Questions of a form that names values or years."""
+
+Split = Literal["train", "held_out"]
+
+
+@cache
+def hard_questions(name: str, split: Split) -> tuple[SqlQuestion, ...]:
+    """Questions of two steps about a database, such as `library-2`, in the wordings of a split.
+
+    The forms above are the same in both splits, so a model that has imitated them answers nearly all. These
+    need a subquery for each row, a set difference or a comparison of aggregates, and the held-out ones are
+    worded as no training question is. Answers are compared on databases with other rows too (`CHECKED_ON`).
+    """
+    draw = Random(key("sql", name, "hard questions"))
+    own = name.partition("-")[0]
+    found: dict[str, SqlQuestion] = {}
+    with ExitStack() as stack:
+        connections = []
+        for checked in (name, *(f"{own}-{n}" for n in CHECKED_ON)):
+            connections.append(stack.enter_context(closing(sqlite3.connect(":memory:"))))
+            connections[-1].executescript(script_of(checked))
+        for asked in _hard_forms(name, draw):
+            wordings = asked.wordings
+            text = wordings[2] if split == "held_out" else draw.choice(wordings[:2])
+            if _can_be_checked([one.execute(asked.query).fetchall() for one in connections]):
+                found.setdefault(text, asked.question(text))
+    return tuple(found.values())
+
+
+def _can_be_checked(results: Sequence[list[tuple[object, ...]]]) -> bool:
+    """Whether a query gives a few rows on each database, and not the same on all."""
+    is_fine = all(1 <= len(rows) <= _MOST_ROWS and (None,) not in rows for rows in results)
+    return is_fine and any(rows != results[0] for rows in results[1:])
+
+
+def _hard_forms(name: str, draw: Random) -> Iterator[_Asked]:
+    for table in schema_of(name):
+        yield from _within_categories(table)
+        yield from _years(table, draw)
+        references = _references(name, table)
+        for reference, parent in references:
+            yield from _shares(table, reference, parent, draw)
+            yield from _sets(table, reference, parent, draw)
+            for n in table.of("number") if parent.label else ():
+                joined = _joined(table, (reference, parent))
+                yield _ask("owners_above", t=table, p=parent, n=n, joined=joined)
+        for one, other in pairwise(references):
+            yield from _pairs(table, one, other)
+
+
+def _within_categories(t: Table) -> Iterator[_Asked]:
+    if t.label is None:
+        return
+    for c in t.of("category"):
+        for n in t.of("number"):
+            yield _ask("above_category", t=t, c=c, n=n)
+            yield _ask("top_of_category", t=t, c=c, n=n)
+    for n in t.of("number"):
+        yield _ask("second", t=t, n=n)
+
+
+def _years(t: Table, draw: Random) -> Iterator[_Asked]:
+    for d in t.of("date"):
+        for first, second in draw.sample(list(combinations(_YEARS, 2)), _DRAWS):
+            yield _ask("difference", t=t, d=d, first=first, second=second)
+        yield _ask("share_of_year", t=t, d=d)
+        for n in t.of("number"):
+            yield _ask("years_above", t=t, d=d, n=n)
+
+
+def _shares(t: Table, reference: Column, p: Table, draw: Random) -> Iterator[_Asked]:
+    joined = _joined(t, (reference, p))
+    for c in p.of("category"):
+        for value in draw.sample(c.values, min(_DRAWS, len(c.values))):
+            yield _ask("share_of_owner", t=t, p=p, joined=joined, c=c, value=value)
+        group = f"{p.name}.{c.name}"
+        for n in t.of("number"):
+            total = f"select {group} as k, sum({t.name}.{n.name}) as s from {joined} group by {group}"
+            yield _ask("highest_total", t=t, p=p, c=c, n=n, total=total)
+
+
+def _sets(t: Table, reference: Column, p: Table, draw: Random) -> Iterator[_Asked]:
+    if p.label is None:
+        return
+    of = f"select {reference.name} from {t.name} where"
+    for d in t.of("date"):
+        year, owners = f"{of} strftime('%Y', {d.name})", p.name.capitalize()
+        for first, second in draw.sample(list(permutations(_YEARS, 2)), _DRAWS):
+            about = {"d": d, "first": first, "second": second, "owners": owners}
+            yield _ask("one_year_only", t=t, p=p, of=year, **about)
+    for c in t.of("category"):
+        for first, second in draw.sample(list(combinations(c.values, 2)), _DRAWS):
+            yield _ask("both_categories", t=t, p=p, of=f"{of} {c.name}", c=c, first=first, second=second)
+
+
+def _pairs(t: Table, one: tuple[Column, Table], other: tuple[Column, Table]) -> Iterator[_Asked]:
+    joined = _joined(t, one, other)
+    first, second = one[1], other[1]
+    for a in first.of("category"):
+        for b in second.of("category"):
+            columns = f"{first.name}.{a.name}, {second.name}.{b.name}"
+            yield _ask("pair", t=t, p=first, other=second, a=a, b=b, joined=joined, columns=columns)

@@ -21,7 +21,7 @@ from ludus.core.failures import ConfigError
 from ludus.sandbox import SandboxConfig
 from ludus.sandbox.sql import Database
 from ludus.worlds.data import data_path, files_of, read_rows
-from ludus.worlds.sql.databases import NAMES, schema_of, script_of
+from ludus.worlds.sql.databases import NAMES, script_of
 
 VARIABLE = "LUDUS_SQL_DATA"
 SANDBOX = SandboxConfig(
@@ -64,19 +64,17 @@ def readable_of(database: Database) -> tuple[str, ...]:
 def schema_hint(name: str) -> str:
     """The tables of a database with their columns, for a prompt."""
     database = find_database(name)
-    with closing(_opened(database)) as connection:
+    if database.script is not None:
+        opened = memory_database(database.script)
+    else:
+        opened = sqlite3.connect(f"{database.path.as_uri()}?mode=ro&immutable=1", uri=True)
+    with closing(opened) as connection:
         listed = "select name from sqlite_master where type = 'table' and name not like 'sqlite_%'"
         lines = []
         for (table,) in connection.execute(listed).fetchall():
             columns = connection.execute("select name, type from pragma_table_info(?)", (table,))
             lines.append(f"{table}({', '.join(f'{column} {kind}'.strip() for column, kind in columns)})")
     return "\n".join(lines)
-
-
-def _opened(database: Database) -> sqlite3.Connection:
-    if database.script is not None:
-        return memory_database(database.script)
-    return sqlite3.connect(f"{database.path.as_uri()}?mode=ro&immutable=1", uri=True)
 
 
 def memory_database(script: str) -> sqlite3.Connection:
@@ -89,11 +87,6 @@ def memory_database(script: str) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
-
-
-def table_names(name: str) -> list[str]:
-    """The tables of a built-in database."""
-    return [table.name for table in schema_of(name)]
 
 
 def _located(name: str) -> Path:
