@@ -395,8 +395,8 @@ def _sets(t: Table, reference: Column, p: Table, draw: Random) -> Iterator[_Aske
             about = {"d": d, "first": first, "second": second, "owners": owners}
             yield _ask("one_year_only", t=t, p=p, of=year, **about)
     for c in t.of("category"):
-        for first, second in draw.sample(list(combinations(c.values, 2)), _DRAWS):
-            yield _ask("both_categories", t=t, p=p, of=f"{of} {c.name}", c=c, first=first, second=second)
+        for left, right in draw.sample(list(combinations(c.values, 2)), _DRAWS):
+            yield _ask("both_categories", t=t, p=p, of=f"{of} {c.name}", c=c, first=left, second=right)
 
 
 def _pairs(t: Table, one: tuple[Column, Table], other: tuple[Column, Table]) -> Iterator[_Asked]:
