@@ -35,8 +35,8 @@ from ludus.dist.cluster import alive_nodes, on_node
 from ludus.engine import Canary, EngineConfig
 from ludus.engine.replicas import ProcessReplica, ReplicaSettings, ReplicatedEngine
 from ludus.observe import table_markdown
-from ludus.training.models.loading import fit_tokenizer
-from ludus.training.rollout_engines import PolicyWeights
+from ludus.training.models.scratch import fit_tokenizer
+from ludus.training.placement import PolicyWeights
 
 CONFIG = EngineConfig(cache_tokens=4096)
 

@@ -29,8 +29,8 @@ from ludus.chat.tokenizers import HFTokenizer
 from ludus.engine import Canary, EngineConfig
 from ludus.engine.replicas import ProcessReplica, ReplicaSettings, ReplicatedEngine
 from ludus.observe import table_markdown
-from ludus.training.models.loading import fit_tokenizer
-from ludus.training.rollout_engines import PolicyWeights
+from ludus.training.models.scratch import fit_tokenizer
+from ludus.training.placement import PolicyWeights
 
 
 async def measure(options: argparse.Namespace) -> list[list[str]]:

@@ -55,7 +55,7 @@ def shared_class_names(trees: dict[str, ast.Module]) -> dict[str, list[str]]:
 def weights() -> list[tuple[str, str]]:
     """Hashes of the quickstart's weights, trained and replayed."""
     import ludus
-    from ludus.training.config.recipe_files import load_recipe
+    from ludus.training.config.recipe import load_recipe
 
     with tempfile.TemporaryDirectory() as folder:
         settings = ["threads=1", "max_in_flight=1", "rl.steps=4", "rl.tasks=8", "evaluation.tasks=8"]

@@ -98,7 +98,7 @@ urllib.request.urlopen(urllib.request.Request(address, json.dumps(body).encode()
 def _second_step(name: str, folder: str, *overrides: str) -> Walk:
     """From a task to new weights in the engine: the second step of RL, in which tools are called."""
     import ludus
-    from ludus.training.config.recipe_files import load_recipe
+    from ludus.training.config.recipe import load_recipe
 
     small = [
         "threads=1",

@@ -24,7 +24,7 @@ from ludus.observe import RunWriter, prefixed, rollout_metrics
 from ludus.rewards import Scorer
 from ludus.rollouts import Budgets, Rollout
 from ludus.tools import as_toolset
-from ludus.training.models.loading import fit_tokenizer
+from ludus.training.models.scratch import fit_tokenizer
 
 STEPS = 16
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday")

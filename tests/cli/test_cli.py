@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from ludus.cli.main import app, run_command
 from ludus.core import ConfigError
 from ludus.observe import RunFolder
-from ludus.training.config.recipe_files import packaged_recipes
+from ludus.training.config.recipe import packaged_recipes
 
 pytestmark = pytest.mark.timeout(300)  # on a busy machine a process takes long to start
 

@@ -23,7 +23,7 @@ from ludus.engine.replicas import (
 )
 from ludus.engine.replicas.process import visible_device
 from ludus.remote.processes import ScratchFolder
-from ludus.training.models.loading import fit_tokenizer
+from ludus.training.models.scratch import fit_tokenizer
 
 SETTINGS = ReplicaSettings(engine=EngineConfig(cache_tokens=4096), threads=1)
 GREEDY = Sampling(max_tokens=200, temperature=0.0)

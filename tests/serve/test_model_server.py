@@ -23,7 +23,7 @@ from ludus.serve.model.chat import CHAT
 from ludus.serve.model.requests import Dialect
 from ludus.training import fit_tokenizer
 from ludus.training.config.model import ScratchConfig
-from ludus.training.models.loading import scratch_model
+from ludus.training.models.scratch import scratch_model
 
 
 def events_of(text: str) -> list[Any]:

@@ -27,7 +27,7 @@ from ludus.serve.model import EpisodeService, EpisodeSession, ModelServer, strea
 from ludus.serve.service import ServerConfig
 from ludus.training import fit_tokenizer
 from ludus.training.config.model import ScratchConfig
-from ludus.training.models.loading import scratch_model
+from ludus.training.models.scratch import scratch_model
 
 APIS = ("chat", "responses", "messages")
 PATHS = {"chat": "chat/completions", "responses": "responses", "messages": "messages"}

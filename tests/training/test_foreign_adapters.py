@@ -29,7 +29,7 @@ from ludus.training import (
     load_model,
     scratch_model,
 )
-from ludus.training.models.adapter_folder import fingerprint
+from ludus.training.models.lora import fingerprint
 from ludus.training.optim.logprobs import compute
 
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ludus.core import LudusError
 from ludus.training import Learner, OptimizerConfig, action_logprobs
-from ludus.training.optim.adamw import MasterAdamW, MasterWeights
-from ludus.training.optim.gradients import GradientAccumulator, total_norm
+from ludus.training.optim.accumulation import GradientAccumulator, total_norm
+from ludus.training.optim.optimizers import MasterAdamW, MasterWeights
 
 ROWS = rows_of_lengths([9, 14, 6])
 STEPS = 250

@@ -42,13 +42,10 @@ from ludus.training import (
     action_logprobs,
     logprobs_of,
 )
-from ludus.training.data.micro_batches import (
-    MicroBatchSplitter,
-    micro_batches,
-    rounds_of,
-)
+from ludus.training.data.micro_batches import micro_batches
 from ludus.training.optim import learner as learner_module
 from ludus.training.optim import logprobs as forward_module
+from ludus.training.optim.accumulation import MicroBatchSplitter, rounds_of
 from ludus.training.optim.memory import BUSY_TOKENS, ActivationCosts, measure, plan_micro_batches
 
 LENGTHS = [9, 14, 6, 12, 5, 7]

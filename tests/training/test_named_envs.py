@@ -14,7 +14,7 @@ from ludus.rewards import Gate, reward
 from ludus.tools import Tool, tool
 from ludus.training import Parts, Recipe, build_rollout, load_parts, task_set_specs
 from ludus.training.preflight import check_parts
-from ludus.training.run_context import build_task_sets, close_task_sets
+from ludus.training.task_sets import build_task_sets, close_task_sets
 from ludus.worlds.safe import Safe
 
 RECIPE = {"model": {"name": "none"}, "budgets": {"max_turns": 3}}

@@ -15,8 +15,7 @@ from torch import nn
 from ludus import train
 from ludus.core import ConfigError
 from ludus.training import Learner, OptimizerConfig, RLConfig
-from ludus.training.optim.adamw import MasterWeights
-from ludus.training.optim.optimizers import OtherOptimizer, check_optimizer, optimizer_for
+from ludus.training.optim.optimizers import MasterWeights, OtherOptimizer, check_optimizer, optimizer_for
 from ludus.training.optim.sharding import ALONE
 
 ROWS = rows_of_lengths([9, 14, 6])

@@ -15,8 +15,8 @@ from ludus.chat.tokenizers import HFTokenizer, load_tokenizer
 from ludus.engine.replicas.weights import load_into, load_model
 from ludus.model import use_ludus_attention
 from ludus.training.models.loading import load_weights
+from ludus.training.placement import PolicyWeights
 from ludus.training.ranks.program import Ranks
-from ludus.training.rollout_engines import PolicyWeights
 
 TOKENS = list(range(3, 40))
 

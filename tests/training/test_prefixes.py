@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from ludus.core import MediaSpan, Segment, SegmentKind, Task, TokenSequence, Trajectory
 from ludus.training.data.batch import Batch
-from ludus.training.data.micro_batches import micro_batches
-from ludus.training.data.packing import (
+from ludus.training.data.micro_batches import (
     BLOCK,
     Fold,
     Ints,
     bundles_of,
+    micro_batches,
     micro_batches_of,
     row_keys,
     shared_micro_batches_of,

@@ -26,10 +26,11 @@ from torch._C._distributed_c10d import FileStore, Store, TCPStore
 from called_ranks import CalledRanks, CallProgram, called_ranks
 from ludus.core import ConfigError, LudusError
 from ludus.training.config.run import ClusterConfig
-from ludus.training.ranks import store as rank_store
+from ludus.training.ranks import wire as rank_store
 from ludus.training.ranks import worker as served_rank
-from ludus.training.ranks.processes import RankError, RankProcess, spawn_rank, start_ranks
-from ludus.training.ranks.store import KEY, STORE, SignedStore, StrangerError, join_store
+from ludus.training.ranks.processes import RankError, RankProcess, start_ranks
+from ludus.training.ranks.wire import KEY, STORE, SignedStore, StrangerError, join_store
+from ludus.training.ranks.worker import spawn_rank
 
 pytestmark = pytest.mark.timeout(200)
 HERE = Path(__file__).parent
@@ -323,7 +324,7 @@ import asyncio, os, signal, sys, torch, torch.distributed as dist
 from datetime import timedelta
 from torch._C._distributed_c10d import FileStore
 from ludus.cli.options import until_told
-from ludus.training.ranks.signals import StopWatch
+from ludus.training.ranks.processes import StopWatch
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
 rank = int(sys.argv[1])
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -359,7 +360,7 @@ def test_a_rank_that_waits_for_a_stranger_obeys_signals(
 TOLD = """
 import asyncio, signal, sys
 from ludus.cli.options import until_told
-from ludus.training.ranks.signals import StopWatch
+from ludus.training.ranks.processes import StopWatch
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
 async def main():
     watch = StopWatch(lambda: None, seconds=1.0)

@@ -31,7 +31,7 @@ from ludus.training import (
     micro_batches,
 )
 from ludus.training.config.model import LoraConfig
-from ludus.training.data.packing import micro_batches_of
+from ludus.training.data.micro_batches import micro_batches_of
 from ludus.training.models.lora import add_adapter
 from ludus.training.models.references import AdapterReference, sync_reference
 from ludus.training.optim.critic import ValueModel

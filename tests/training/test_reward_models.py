@@ -32,7 +32,7 @@ from ludus.training.reward_models import (
     fit_reward_model,
     load_reward_model,
 )
-from ludus.training.reward_models.objectives import PreferenceObjective, StepObjective
+from ludus.training.reward_models.fit import PreferenceObjective, StepObjective
 
 ANIMALS = ["ant", "bee", "cat", "dog", "eel", "fox", "gnu", "hen", "ibis", "jay"]
 SCRATCH = {"layers": 1, "width": 48, "heads": 2, "kv_heads": 1, "vocabulary": 400, "context": 256}

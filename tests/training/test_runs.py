@@ -42,9 +42,9 @@ from ludus.training import (
 from ludus.training.api import resolve
 from ludus.training.checkpoint import check_extension, finished_text
 from ludus.training.config.parts import demonstrations_of, resolve_part
-from ludus.training.config.recipe_files import load_recipe
+from ludus.training.config.recipe import load_recipe
 from ludus.training.early_end import best_of, idle_patience, is_exhausted
-from ludus.training.models.loading import scratch_parameters
+from ludus.training.models.scratch import scratch_parameters
 
 
 def settings(folder: Path, **tables: Any) -> dict[str, Any]:
@@ -515,7 +515,7 @@ def test_an_expert_may_fail_on_some_tasks(tmp_path: Path) -> None:
 def test_an_expert_that_goes_in_circles_is_cut_off_and_not_imitated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ludus.training.demonstrations.EXPERT_TURNS", 20)
+    monkeypatch.setattr("ludus.training.task_sets.EXPERT_TURNS", 20)
 
     def lost(task: ludus.Task) -> Any:
         while task.id in ("1", "4"):

@@ -12,9 +12,9 @@ from ludus.chat.tokenizers import HFTokenizer
 from ludus.cli.main import app
 from ludus.engine import FakeEngine
 from ludus.training.config.parts import load_parts
-from ludus.training.config.recipe_files import load_recipe
-from ludus.training.models.loading import fit_tokenizer
-from ludus.training.run_context import build_task_sets, close_task_sets
+from ludus.training.config.recipe import load_recipe
+from ludus.training.models.scratch import fit_tokenizer
+from ludus.training.task_sets import build_task_sets, close_task_sets
 
 CODE = '''
 from ludus import Env, Task, ToolCall, reward, tool

@@ -50,8 +50,8 @@ from ludus.training import (
     micro_batches,
 )
 from ludus.training.config.rl import RLConfig
-from ludus.training.data import packing as prefixes
-from ludus.training.data.packing import Fold
+from ludus.training.data import micro_batches as prefixes
+from ludus.training.data.micro_batches import Fold
 from ludus.training.models.loading import load_model
 from ludus.training.optim import learner as learner_module
 from ludus.training.reward_models.model import AboutHeads, RewardModel

@@ -22,7 +22,7 @@ from ludus.observe.metrics import undefined
 from ludus.training import Parts, Recipe, Result, load_recipe, train_async
 from ludus.training.config.recipe import STAGE_CONFIGS
 from ludus.training.config.stages import BaseStageConfig
-from ludus.training.optim.adamw import MasterAdamW
+from ludus.training.optim.optimizers import MasterAdamW
 from ludus.training.report import write_report
 from ludus.training.stages import STAGES
 

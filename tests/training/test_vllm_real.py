@@ -34,9 +34,9 @@ from ludus.engine.servers import VllmEngine, VllmServer
 from ludus.llm import Address
 from ludus.observe import RunFolder
 from ludus.training.config.parts import load_parts
-from ludus.training.config.recipe_files import load_recipe
+from ludus.training.config.recipe import load_recipe
+from ludus.training.placement import PolicyWeights
 from ludus.training.ranks.program import Ranks
-from ludus.training.rollout_engines import PolicyWeights
 from ludus.training.run_context import load_policy
 
 PYTHON = os.environ.get("LUDUS_VLLM_PYTHON")

@@ -85,7 +85,7 @@ def test_what_a_setting_asks_for_must_be_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="leave out one of the two"):
         ModelConfig.parse({"name": "x", "vision": "trained", "lora": {}})
     from ludus.training import fit_tokenizer
-    from ludus.training.models.loading import scratch_model
+    from ludus.training.models.scratch import scratch_model
 
     tokenizer = fit_tokenizer([], 0)
     scratch_model(ScratchConfig(layers=1, width=16, heads=2), tokenizer, 0).save_pretrained(tmp_path)
@@ -107,7 +107,7 @@ def test_an_image_token_that_text_can_hold_is_refused(tmp_path: Path) -> None:
     """One that is an ordinary word of the vocabulary could be written by anybody."""
     save_llava(tmp_path)
     _, tokenizer = load(tmp_path)
-    import ludus.training.models.vision as vision
+    import ludus.training.models.loading as vision
 
     del tokenizer._controls["<image>"]
     with pytest.raises(ConfigError, match="not a special token"):

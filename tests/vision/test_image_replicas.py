@@ -40,8 +40,8 @@ from ludus.engine.replicas.served import (
 from ludus.model import context_limit, images_of, use_ludus_attention, vocabulary_size
 from ludus.training import load_model
 from ludus.training.config.model import ModelConfig
+from ludus.training.placement import PolicyWeights
 from ludus.training.ranks.program import Ranks
-from ludus.training.rollout_engines import PolicyWeights
 
 ENGINE = EngineConfig(cache_tokens=2048, block_size=4)
 LIMITS = ReplicaLimits(seconds=60.0, backoff=0.0)

@@ -34,7 +34,7 @@ from ludus.training import (
     micro_batches,
 )
 from ludus.training.config.model import ModelConfig
-from ludus.training.data import packing as prefixes
+from ludus.training.data import micro_batches as prefixes
 from ludus.training.optim.logprobs import action_logprobs
 
 SAVERS = {"llava": save_llava, "idefics3": save_idefics3}

@@ -11,7 +11,7 @@ import torch
 
 from ludus.chat.tokenizers import CHATML
 from ludus.core.messages import Media
-from ludus.training.models.loading import fit_tokenizer
+from ludus.training.models.scratch import fit_tokenizer
 
 SIDE, PATCH = 16, 8
 LLAVA_TEMPLATE = (

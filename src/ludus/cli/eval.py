@@ -35,8 +35,7 @@ from ludus.observe import (
     write_groups,
 )
 from ludus.training.config.parts import Parts, check_rebuilt, load_parts, task_set_specs
-from ludus.training.config.recipe import Recipe
-from ludus.training.config.recipe_files import find_recipe, load_recipe, packaged_recipes
+from ludus.training.config.recipe import Recipe, find_recipe, load_recipe, packaged_recipes
 from ludus.training.early_end import best_of
 from ludus.training.evaluation.evaluate import TASK_SET, EvalModel, Evaluation, find_model
 from ludus.training.evaluation.report import (

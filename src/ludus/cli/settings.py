@@ -23,8 +23,7 @@ from ludus.core.config import ChoiceConfig, ShortConfig, to_toml
 from ludus.core.config_errors import OTHER_FRAMEWORKS_KEYS
 from ludus.core.failures import ConfigError
 from ludus.synth.method import METHODS, load_method
-from ludus.training.config.recipe import Recipe
-from ludus.training.config.recipe_files import find_recipe
+from ludus.training.config.recipe import Recipe, find_recipe
 
 _WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text", Any: "anything"}
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "min_length": "at least", "max_length": "at most"}

@@ -141,7 +141,7 @@ async def open_without_model(recipe: Recipe, parts: Parts) -> AsyncIterator[list
     """The task sets for demonstrators: nothing can be generated in them, and no model is loaded."""
     # loads torch
     from ludus.training.preflight import check_servers
-    from ludus.training.run_context import build_task_sets, close_task_sets
+    from ludus.training.task_sets import build_task_sets, close_task_sets
 
     await check_servers(recipe, parts)
     sets = build_task_sets(recipe, parts, FakeEngine([]), ByteTokenizer())

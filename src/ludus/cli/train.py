@@ -13,8 +13,7 @@ from ludus.cli.options import stopped_says, until_told
 from ludus.core.failures import ConfigError
 from ludus.observe import RunFolder, RunWriter, episode_text, printable
 from ludus.training.config.parts import Parts, check_rebuilt, load_parts
-from ludus.training.config.recipe import AGAIN, Recipe
-from ludus.training.config.recipe_files import load_recipe
+from ludus.training.config.recipe import AGAIN, Recipe, load_recipe
 from ludus.training.config.run import launched_rank
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from ludus.engine.replicas import ReplicaSettings
 from ludus.envs.served import LOADER as ENV_LOADER
 from ludus.tools.hosting import ToolReference
 from ludus.tools.hosting.host import LOADER as TOOL_LOADER
-from ludus.training.ranks.processes import spawn_rank
+from ludus.training.ranks.worker import spawn_rank
 
 _SEAT_SECONDS = 60.0
 

@@ -9,12 +9,11 @@ from ludus.core.registry import lazy_exports
 if TYPE_CHECKING:
     from ludus.training.api import Result, evaluate, rollout, train, train_async
     from ludus.training.checkpoint import RunProgress, save_model
-    from ludus.training.config.agent import TaskSetConfig
     from ludus.training.config.model import LoraConfig, ModelConfig, ScratchConfig
     from ludus.training.config.parts import Parts, TaskSetSpec, load_parts, task_set_specs
-    from ludus.training.config.recipe import Recipe
-    from ludus.training.config.recipe_files import load_recipe
+    from ludus.training.config.recipe import Recipe, load_recipe
     from ludus.training.config.rl import BrokenConfig, CriticConfig, RLConfig, RolloutSettings
+    from ludus.training.config.run import TaskSetConfig
     from ludus.training.config.stages import OptimizerConfig, PreferenceConfig
     from ludus.training.data.batch import Batch
     from ludus.training.data.conversations import (
@@ -26,26 +25,21 @@ if TYPE_CHECKING:
     from ludus.training.data.curriculum import Curriculum, CurriculumConfig
     from ludus.training.data.micro_batches import MicroBatch, micro_batches
     from ludus.training.data.task_sampler import TaskSampler, TaskSet, items_of_step
-    from ludus.training.demonstrations import play_expert
     from ludus.training.evaluation.evaluate import Evaluation
     from ludus.training.loop import Trainer
-    from ludus.training.models.loading import check_source, fit_tokenizer, load_model, scratch_model
+    from ludus.training.models.loading import check_source, load_model
     from ludus.training.models.lora import add_adapter, save_adapter
     from ludus.training.models.references import adapter_reference
+    from ludus.training.models.scratch import fit_tokenizer, scratch_model
     from ludus.training.optim.critic import Critic
     from ludus.training.optim.learner import Learner, frozen
     from ludus.training.optim.logprobs import action_logprobs, logprobs_of
     from ludus.training.optim.policy_update import policy_rows, policy_update
     from ludus.training.preflight import check_parts
     from ludus.training.rollout_batch import RolloutBatch
-    from ludus.training.run_context import (
-        RunContext,
-        build_rollout,
-        build_run_context,
-        build_task_sets,
-        close_task_sets,
-    )
+    from ludus.training.run_context import RunContext, build_run_context
     from ludus.training.stages.sft import sft_step
+    from ludus.training.task_sets import build_rollout, build_task_sets, close_task_sets, play_expert
 
 __all__ = [
     "Batch",

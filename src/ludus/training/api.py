@@ -36,8 +36,16 @@ from ludus.training.config.parts import (
     resolve_part,
     task_set_specs,
 )
-from ludus.training.config.recipe import AGAIN, Recipe, rate_notes, with_usual_settings
-from ludus.training.config.recipe_files import beside, find_recipe, refuse_empty, with_absolute_paths
+from ludus.training.config.recipe import (
+    AGAIN,
+    Recipe,
+    beside,
+    find_recipe,
+    rate_notes,
+    refuse_empty,
+    with_absolute_paths,
+    with_usual_settings,
+)
 from ludus.training.config.run import launched_rank
 from ludus.training.data.conversations import Conversation
 from ludus.training.evaluation.evaluate import Evaluation, find_model, measure_sets

@@ -24,8 +24,7 @@ from ludus.model import images_of
 from ludus.observe import Checkpoint, JsonLinesSink, RunFolder, RunWriter
 from ludus.rewards import Scorer
 from ludus.training.config.parts import KEYS
-from ludus.training.config.recipe import Recipe
-from ludus.training.config.recipe_files import with_absolute_paths
+from ludus.training.config.recipe import Recipe, with_absolute_paths
 from ludus.training.config.stages import SFTConfig
 from ludus.training.early_end import EXTENDED
 from ludus.training.models.sharded import save_policy

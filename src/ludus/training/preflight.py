@@ -14,7 +14,6 @@ from ludus.envs.instances import probe_env
 from ludus.llm import Address, is_address
 from ludus.observe import SINKS
 from ludus.tools.mcp import MCPServerConfig, is_mcp
-from ludus.training.config.agent import AgentConfig
 from ludus.training.config.parts import (
     Parts,
     demonstrations_of,
@@ -23,7 +22,7 @@ from ludus.training.config.parts import (
     task_set_specs,
 )
 from ludus.training.config.recipe import Recipe, StageConfig
-from ludus.training.config.run import launched_rank
+from ludus.training.config.run import AgentConfig, launched_rank
 from ludus.training.config.stages import OptimizerConfig, SFTConfig
 from ludus.training.models.loading import device_of
 from ludus.training.optim.optimizers import check_optimizer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import logging
 import shutil
@@ -18,43 +17,34 @@ from typing import Self
 import torch
 from torch import nn
 
-from ludus.chat.formats import load_format
-from ludus.chat.renderer import Renderer
 from ludus.chat.tokenizers import HFTokenizer
-from ludus.core.failures import ConfigError
 from ludus.core.generation import Engine, Sampling
 from ludus.core.random import key, shuffled
 from ludus.core.task import Task
-from ludus.core.tokenizer import Tokenizer
 from ludus.core.trajectory import Trajectory
 from ludus.engine import EmbeddedEngine, FakeEngine
-from ludus.engine.servers import TranscriptTokenizer
-from ludus.envs import EnvPool
 from ludus.model import use_ludus_attention
 from ludus.observe import diagnose
 from ludus.rewards import Scorer
 from ludus.rollouts.agent import Expert
 from ludus.rollouts.rollout import Rollout
 from ludus.sandbox import close_shared_sandboxes
-from ludus.tools import shut
-from ludus.tools.library import build_toolset
 from ludus.training.checkpoint import RunProgress, load_progress, save_tokenizer, unsaved_at
-from ludus.training.config.agent import AgentConfig
 from ludus.training.config.model import ModelConfig
-from ludus.training.config.parts import Parts, task_set_specs
+from ludus.training.config.parts import Parts
 from ludus.training.config.recipe import Recipe
 from ludus.training.data.conversations import Conversation
 from ludus.training.data.task_sampler import TaskSet
-from ludus.training.demonstrations import demonstrate
 from ludus.training.evaluation.evaluate import Evaluation, measure_sets
 from ludus.training.evaluation.summary import Summary, SummaryOptions
-from ludus.training.models.loading import device_of, fit_tokenizer, load_model
+from ludus.training.models.loading import device_of, load_model
+from ludus.training.models.scratch import fit_tokenizer
 from ludus.training.models.sharded import ModelSource, hollow_tokenizer, source_for_ranks
-from ludus.training.placement import Placement, host_parts, hosted_parts, place
+from ludus.training.placement import Placement, host_parts, hosted_parts, place, start_engine
 from ludus.training.ranks.processes import start_ranks
 from ludus.training.ranks.program import Ranks
 from ludus.training.rollout_batch import Recording, open_recording
-from ludus.training.rollout_engines import start_engine
+from ludus.training.task_sets import build_task_sets, close_task_sets, demonstrate
 
 log = logging.getLogger(__name__)
 
@@ -322,67 +312,6 @@ async def load_policy(
     return load_model(config, recipe.seed, corpus)
 
 
-def build_task_sets(recipe: Recipe, parts: Parts, engine: Engine, tokenizer: Tokenizer) -> list[TaskSet]:
-    """The task sets that a recipe describes, all on one engine. What they share is built once."""
-    base = build_rollout(recipe, parts, engine, tokenizer)
-    sets: list[TaskSet] = []
-    for spec in task_set_specs(recipe, parts):
-        config, own, rollout = spec.config, spec.parts, base
-        if config is not None:
-            rollout = build_rollout(spec.recipe, own, engine, tokenizer)
-            if config.envs is None:
-                shared = {name for name, env in own.all_envs.items() if parts.all_envs.get(name) is env}
-                rollout.pools = {**rollout.pools, **{name: base.pools[name] for name in shared}}
-            if config.tools is None:
-                rollout.tools = base.tools
-            # where there are none, the set's own environments decide what an episode without rewards is worth
-            shares_rewards = config.rewards is None and config.group_rewards is None
-            if shares_rewards and (parts.rewards or parts.group_rewards):
-                rollout.scorer = base.scorer
-        weight = 1.0 if config is None else config.weight
-        sets.append(TaskSet(spec.name, weight, own.tasks, own.held_out, rollout, spec.limits))
-    return sets
-
-
-def build_rollout(recipe: Recipe, parts: Parts, engine: Engine, tokenizer: Tokenizer) -> Rollout:
-    """The rollout that a recipe describes, on any engine."""
-    format = load_format(recipe.agent.format.name or "hermes", **recipe.agent.format.options)
-    if recipe.agent.turns == "inline" and isinstance(tokenizer, TranscriptTokenizer):
-        raise ConfigError(
-            'agent.turns = "inline" goes on in an open turn of the assistant, which a chat server cannot: name '
-            "the model's tokenizer (--tokenizer), and its tokens are sent to /completions"
-        )
-    # where environments are the only source of reward, an episode without one has 0, and is not unscored
-    alone = bool(parts.all_envs) and not (parts.rewards or parts.group_rewards)
-    renderer = Renderer(tokenizer, format, recipe.agent.history, recipe.agent.turns)
-    return Rollout(
-        engine=engine,
-        renderer=renderer,
-        scorer=Scorer(parts.rewards, parts.group_rewards, default_total=0.0 if alone else None),
-        tools=build_toolset(
-            parts.tools,
-            encode=tokenizer.encode,
-            sandbox=recipe.agent.sandbox,
-            record=recipe.agent.record,
-        ),
-        pools=_pools(parts, recipe.agent),
-        step_rewards=recipe.agent.step_rewards,
-        agent=parts.agent,
-        audit=parts.audit,
-        budgets=recipe.budgets,
-        sampling=Sampling(temperature=recipe.sampling.temperature),
-        max_in_flight=recipe.max_in_flight,
-        renders=recipe.run.renders,
-    )
-
-
-def _pools(parts: Parts, agent: AgentConfig) -> dict[str, EnvPool]:
-    return {
-        name: EnvPool(factory, name=name, **agent.pool(name).model_dump())
-        for name, factory in parts.all_envs.items()
-    }
-
-
 async def _corpus(recipe: Recipe, parts: Parts) -> list[str]:
     """Texts to fit a tokenizer to: some demonstrations as the model will read them, or the bare tasks."""
     tokenizer = HFTokenizer(fit_tokenizer([], vocabulary=0))
@@ -401,19 +330,6 @@ async def _corpus(recipe: Recipe, parts: Parts) -> list[str]:
     # segment by segment, because that is how they are encoded: a token must not span two of them
     segments = [segment for t in shown for sequence in t.sequences for segment in sequence.segments]
     return [rollout.renderer.tokenizer.decode(segment.tokens) for segment in segments]
-
-
-async def close_task_sets(sets: Sequence[TaskSet]) -> None:
-    """Close the environments and tools of all sets, those they share once. Not the engine, nor sandboxes."""
-    pools = {id(pool): pool for one in sets for pool in one.rollout.pools.values()}
-    tools = {id(one.rollout.tools): one.rollout.tools for one in sets}
-    agents = {id(one.rollout.agent): one.rollout.agent for one in sets}
-    for agent in agents.values():
-        if (close := getattr(agent, "close", None)) is not None:  # a user's own may have none
-            await close()
-    await asyncio.gather(*(pool.close() for pool in pools.values()))
-    for shared in tools.values():
-        await shut(shared)
 
 
 def updates_until(progress: RunProgress, recipe: Recipe) -> int:

@@ -80,8 +80,7 @@ async def _checked(
         result = await QualityPipeline(settings).run(trajectories, context)
         return result, await asyncio.to_thread(_write, context, result)
     # torch comes with it
-    from ludus.training.demonstrations import tool_specs
-    from ludus.training.run_context import build_task_sets, close_task_sets
+    from ludus.training.task_sets import build_task_sets, close_task_sets, tool_specs
 
     recipe, parts = loaded
     sets = build_task_sets(recipe, parts, FakeEngine([]), _tokenizer(recipe))

@@ -33,8 +33,7 @@ from ludus.tools.json_schema import schema_mistakes
 from ludus.tools.library import build_toolset
 from ludus.tools.toolset import effects_of
 from ludus.training.config.parts import Parts, TaskSetSpec, load_parts, task_set_specs
-from ludus.training.config.recipe import Recipe
-from ludus.training.config.recipe_files import load_recipe
+from ludus.training.config.recipe import Recipe, load_recipe
 
 Findings = list[tuple[str, str]]
 SAMPLE = 16
@@ -184,8 +183,8 @@ async def _rollout(recipe: Recipe, parts: Parts) -> AsyncIterator[Rollout]:
     """The recipe's rollout with a script in the model's place, which always says "hello"."""
     from ludus.chat.tokenizers import HFTokenizer
     from ludus.engine import FakeEngine
-    from ludus.training.models.loading import fit_tokenizer
-    from ludus.training.run_context import build_rollout
+    from ludus.training.models.scratch import fit_tokenizer
+    from ludus.training.task_sets import build_rollout
 
     tokenizer = HFTokenizer(fit_tokenizer([], vocabulary=0))
     engine = FakeEngine(lambda tokens, sampling, session: "hello<|im_end|>", tokenizer)
@@ -221,7 +220,7 @@ async def _episode(recipe: Recipe, parts: Parts) -> Findings:
 
 async def _scores(recipe: Recipe, parts: Parts) -> Findings:
     """Does the right behaviour score? By the expert where there is one, else by the gold answers."""
-    from ludus.training.demonstrations import play_expert
+    from ludus.training.task_sets import play_expert
 
     tasks = spread(parts.tasks, SAMPLE)
     expert = parts.demonstrations
@@ -254,7 +253,7 @@ async def _scores(recipe: Recipe, parts: Parts) -> Findings:
 async def _tool_calls(recipe: Recipe, parts: Parts, *, may_change: bool) -> Findings:
     """Each tool called with arguments that its schema allows: does it raise, whatever it is given?"""
     from ludus.rewards import Scorer
-    from ludus.training.demonstrations import tool_specs
+    from ludus.training.task_sets import tool_specs
 
     reset_error_counts()
     budgets = recipe.budgets.model_copy(update={"max_seconds": SECONDS})

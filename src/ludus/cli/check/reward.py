@@ -23,7 +23,7 @@ from ludus.rewards.scorer import rewards_by_name
 from ludus.rollouts.tasksets import load_tasks
 from ludus.sandbox import close_shared_sandboxes
 from ludus.training.config.parts import errors_at, load_parts, task_set_specs
-from ludus.training.config.recipe_files import beside, load_recipe, packaged_recipes
+from ludus.training.config.recipe import beside, load_recipe, packaged_recipes
 
 Findings = list[tuple[str, str]]
 SAMPLE = 16

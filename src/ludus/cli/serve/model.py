@@ -188,8 +188,8 @@ def serve_vllm(
     """Start a vLLM server for a recipe, or show how. Train on it with cluster.servers."""
     from ludus.engine.servers.vllm_server import ServeOptions, serve_command, shell_line
     from ludus.training.config.parts import load_parts
-    from ludus.training.config.recipe_files import load_recipe
-    from ludus.training.rollout_engines import write_policy
+    from ludus.training.config.recipe import load_recipe
+    from ludus.training.placement import write_policy
     from ludus.training.run_context import load_policy
 
     settings = load_recipe(recipe, overrides or [])

@@ -24,9 +24,8 @@ from ludus.rollouts.tasksets import FILES, Columns, is_rows, load_tasks, parse_t
 from ludus.rollouts.workflows import with_workflows
 from ludus.tools.library import build_toolset, tools_named
 from ludus.tools.mcp import is_mcp
-from ludus.training.config.agent import TaskSetConfig
-from ludus.training.config.recipe import Recipe
-from ludus.training.config.recipe_files import COMMAND
+from ludus.training.config.recipe import COMMAND, Recipe
+from ludus.training.config.run import TaskSetConfig
 from ludus.training.config.stages import SFTConfig
 from ludus.training.data.conversations import Conversation, parse_conversations, read_conversations
 

@@ -1,34 +1,278 @@
-"""Micro-batches: packed rows as a forward pass takes them, spread over ranks, split where memory is short."""
+"""Micro-batches: which rows are computed together, which of their prefixes once, and their tensors.
+
+Rows that begin alike are folded into a prefix forest:
+
+    row 0    p p p p a a           node 0   p p p p       parent -1     rows 0, 1, 2
+    row 1    p p p p b b c    =>   node 1   a a           parent 0      row 0
+    row 2    p p p p b b d         node 2   b b           parent 0      rows 1, 2
+                                   nodes 3, 4   c, d      parent 2      row 1, row 2
+
+Losses refer to the tokens of rows. A fold maps each to a computed token, whose hidden state is the same: it
+depends on the tokens before it alone. Tokens are compared, not where they come from; an image's first one by
+its hash. Prefixes are shared in whole blocks: a few tokens are not worth a node.
+
+For one rank, packing is best-fit decreasing: rows, or bundles of rows that share a prefix, are placed longest
+first, each into the fullest micro-batch that still has room. For several ranks, which wait for each other in
+every round, all micro-batches are made about equally large instead, and their number is a multiple of the
+ranks'. Every rank finds the same packing by itself.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import logging
-from collections.abc import Iterable, Iterator, Sequence
+import heapq
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate, islice
-from typing import Any
+from itertools import accumulate, pairwise
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ludus.core.failures import LudusError
 from ludus.core.messages import MediaSpan
-from ludus.kernels import arrays_to_device, free_cached_memory, is_out_of_memory
+from ludus.kernels import arrays_to_device
 from ludus.training.data.batch import Batch
-from ludus.training.data.packing import (
-    Fold,
-    Ints,
-    micro_batches_of,
-    row_keys,
-    shared_micro_batches_of,
-    sorted_by_prefix,
-    split_point,
-)
-from ludus.training.optim.sharding import ALONE, RankGroup
 
-log = logging.getLogger(__name__)
+Ints = npt.NDArray[np.int64]
+
+BLOCK = 16
+"""Prefixes are shared in so many tokens, or in a multiple of that."""
+_SHORTEST = 48
+"""A prefix of fewer tokens is not shared: on a CPU, masked attention costs more than they save."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """Rows as a forest: T tokens of all rows, U of them computed."""
+
+    index_T: Ints
+    """Where each token of the rows is among the computed ones."""
+    source_U: Ints
+    """Source index of each unique token: its first occurrence in the rows."""
+    lengths: list[int]
+    """The tokens of each node."""
+    parents: list[int]
+    """The node before each, or -1."""
+    own_R: Ints
+    """Number of tokens of each row that no earlier row has."""
+
+    @classmethod
+    def of(cls, keys: Sequence[Ints]) -> Fold | None:
+        """Fold rows, given a number for each token, equal where tokens are; None where no two begin alike."""
+        # Sorted, rows with a common prefix are neighbours, and common[i] is what row order[i] shares with the
+        # one before it. So a run of neighbours is a subtree: rows first..stop whose common values exceed
+        # `depth` share at least the smallest of these values, and that prefix (from depth on) is one node.
+        # Below the node the run is cut again where a common value is not larger than the node's end.
+        order, common = sorted_by_prefix(keys)
+        if not any(common):
+            return None
+        starts = np.cumsum([0, *(len(key) for key in keys)])
+        index_T = np.empty(starts[-1], dtype=np.int64)
+        lengths: list[int] = []
+        parents: list[int] = []
+        computed = 0
+        waiting = [
+            (0, len(keys), 0, -1)
+        ]  # (first row, last + 1, tokens above, node above), in sorted order
+        while waiting:
+            first, stop, depth, parent = waiting.pop()
+            for begin, end in _runs(common, first, stop, depth):
+                upto = min(common[begin + 1 : end]) if end - begin > 1 else len(keys[order[begin]])
+                if upto == depth:
+                    continue  # the row ends with the node before
+                for row in order[
+                    begin:end
+                ]:  # the node's tokens are these rows' tokens from depth to upto
+                    place = starts[row]
+                    index_T[place + depth : place + upto] = np.arange(computed, computed + upto - depth)
+                if end - begin > 1:
+                    waiting.append((begin, end, upto, len(lengths)))
+                lengths.append(upto - depth)
+                parents.append(parent)
+                computed += upto - depth
+        # source index of each unique token: unique() returns first occurrences
+        source_U = np.unique(index_T, return_index=True)[1]
+        own_R = np.bincount(np.searchsorted(starts, source_U, side="right") - 1, minlength=len(keys))
+        return cls(index_T, source_U, lengths, parents, own_R)
+
+    @property
+    def computed(self) -> int:
+        """The tokens that are computed."""
+        return len(self.source_U)
+
+    def part(self, first: int, lengths: Sequence[int]) -> Fold | None:
+        """The fold of some rows, of these lengths, the first of which begins at the token `first`."""
+        index_T = self.index_T[first : first + sum(lengths)]
+        return Fold.of(np.split(index_T, np.cumsum(lengths)[:-1]))
+
+
+def sorted_by_prefix(keys: Sequence[Ints]) -> tuple[list[int], list[int]]:
+    """Rows in an order in which those that begin alike are neighbours, and what each shares with the last.
+
+    The tokens' bytes are compared, which is an order as good as any, and fast.
+    """
+    words = [key.tobytes() for key in keys]
+    order = sorted(range(len(keys)), key=words.__getitem__)
+    shared = [_shared(keys[one], keys[other]) for one, other in pairwise(order)]
+    return order, [0, *shared][: len(order)]
+
+
+def _shared(one: Ints, other: Ints) -> int:
+    """How many leading tokens two rows share."""
+    size = min(len(one), len(other))
+    differs = one[:size] != other[:size]
+    common = int(differs.argmax()) if differs.any() else size
+    return common // BLOCK * BLOCK if common >= _SHORTEST else 0
+
+
+def _runs(common: Sequence[int], first: int, stop: int, depth: int) -> Iterator[tuple[int, int]]:
+    """Neighbours from `first` to `stop` that have more than `depth` tokens in common."""
+    begin = first
+    for place in range(first + 1, stop + 1):
+        if place == stop or common[place] <= depth:
+            yield begin, place
+            begin = place
+
+
+def row_keys(
+    tokens: Sequence[Sequence[int] | Ints], images: Sequence[Sequence[MediaSpan]]
+) -> list[Ints]:
+    """The tokens of each row; a number below 0 for an image, at its first token."""
+    known: dict[str, int] = {}
+    keys = [np.array(row, dtype=np.int64) for row in tokens]
+    for key, spans in zip(keys, images, strict=True):
+        for span in spans:
+            key[span.start] = -1 - known.setdefault(span.sha256, len(known))
+    return keys
+
+
+def computed_tokens(keys: Sequence[Ints]) -> int:
+    """Number of tokens computed for these rows: shared prefixes count once."""
+    return sum(map(len, keys)) - sum(sorted_by_prefix(keys)[1])
+
+
+@dataclass(slots=True)
+class Bundle:
+    """Rows that travel together because they begin alike, and the tokens that are computed for them."""
+
+    rows: list[int]
+    size: int
+
+
+def bundles_of(keys: Sequence[Ints], limit: int) -> list[Bundle]:
+    """Rows that begin alike together, with at most `limit` computed tokens; what is more is cut between rows.
+
+    A row that begins like no other is a bundle of its own, and so is one that is longer than that.
+    """
+    order, common = sorted_by_prefix(keys)
+    bundles: list[Bundle] = []
+    for row, shared in zip(order, common, strict=True):
+        added = len(keys[row]) - shared
+        if shared and bundles[-1].size + added <= limit:
+            bundles[-1].rows.append(row)
+            bundles[-1].size += added
+        else:
+            bundles.append(Bundle([row], len(keys[row])))
+    return sorted(bundles, key=lambda bundle: min(bundle.rows))
+
+
+def micro_batches_of(lengths: Sequence[int], budget: int, ranks: int = 1) -> list[list[int]]:
+    """Row numbers in micro-batches of at most `budget` tokens; a longer row travels alone.
+
+    Longest first, each into the fullest micro-batch that still takes it: few of them, evenly filled, and
+    rows of like length together, which is what attention over packed rows likes best. For several `ranks` they
+    are as even as can be instead, and as many as there are ranks or a multiple of that.
+    """
+    return _even_batches(lengths, budget, ranks) if ranks > 1 else _full_batches(lengths, budget)
+
+
+_PARTS = (0.5, 1, 1.25, 1.5)
+"""Largest sizes of bundles that are tried, as shares of a rank's part of all tokens."""
+
+
+def shared_micro_batches_of(keys: Sequence[Ints], budget: int, ranks: int = 1) -> list[list[int]]:
+    """Row numbers in micro-batches, where rows that begin alike go together and count shared tokens once.
+
+    For several ranks there is a trade-off: rows of one prefix compute the fewest tokens on one rank, and are
+    finished sooner when they are divided over the ranks. Several largest sizes of bundles are tried, down to
+    single rows, and the plan with the shortest duration is taken.
+    """
+    if ranks == 1:
+        return _bundled(bundles_of(keys, budget), budget, ranks)
+    part = sum(bundle.size for bundle in bundles_of(keys, budget)) / ranks
+    limits = [budget, *(min(budget, int(part * some) + 1) for some in _PARTS), 1]
+    plans = [_bundled(bundles_of(keys, limit), budget, ranks) for limit in limits]
+    return min(plans, key=lambda plan: _duration(plan, keys, ranks))
+
+
+def _bundled(bundles: Sequence[Bundle], budget: int, ranks: int) -> list[list[int]]:
+    batches = micro_batches_of([bundle.size for bundle in bundles], budget, ranks)
+    return [[row for i in batch for row in bundles[i].rows] for batch in batches]
+
+
+def _duration(batches: Sequence[Sequence[int]], keys: Sequence[Ints], ranks: int) -> int:
+    """Tokens that are computed one after the other: in each round, those of the largest micro-batch."""
+    sizes = [computed_tokens([keys[i] for i in batch]) for batch in batches]
+    return sum(max(sizes[first : first + ranks]) for first in range(0, len(sizes), ranks))
+
+
+def _full_batches(sizes: Sequence[int], budget: int) -> list[list[int]]:
+    """Longest first, each into the fullest batch that still takes it."""
+    batches: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        size = sizes[index]
+        fits = [b for b, left in enumerate(room) if left >= size]
+        if fits:
+            best = min(fits, key=lambda b: room[b])
+            batches[best].append(index)
+            room[best] -= size
+        else:
+            batches.append([index])
+            room.append(budget - size)
+    return batches
+
+
+def _even_batches(sizes: Sequence[int], budget: int, ranks: int) -> list[list[int]]:
+    """Longest first, each into the batch with the fewest tokens; the largest batches come first.
+
+    Ranks that compute at the same time then have about as much to do.
+    """
+    order = sorted(range(len(sizes)), key=lambda i: -sizes[i])
+    count = ranks * max(1, -(-sum(sizes) // (budget * ranks)))
+    while True:
+        batches: list[list[int]] = [[] for _ in range(count)]
+        loads = [(0, place) for place in range(count)]
+        for index in order:
+            load, place = heapq.heappop(loads)
+            batches[place].append(index)
+            heapq.heappush(loads, (load + sizes[index], place))
+        if all(load <= budget or len(batches[place]) < 2 for load, place in loads):
+            return [
+                batches[place]
+                for load, place in sorted(loads, key=lambda one: (-one[0], one[1]))
+                if load
+            ]
+        count += ranks
+
+
+def split_point(lengths: Sequence[int], own: Sequence[int] | None = None) -> tuple[int, int]:
+    """(rows, tokens) of the first half: at least a row each, and as even as whole rows allow.
+
+    Where rows share prefixes, `own` has what each adds to those before it. The second half computes anew what
+    its first row shared with the first half, so that it is best cut where little is shared.
+    """
+    if len(lengths) < 2:
+        raise ValueError("a single row cannot be halved")
+    ends = list(accumulate(lengths))
+    added = list(accumulate(lengths if own is None else own))
+
+    def larger(row: int) -> int:
+        again = 0 if own is None else lengths[row] - own[row]
+        return max(added[row - 1], added[-1] - added[row - 1] + again)
+
+    row = min(range(1, len(lengths)), key=larger)
+    return row, ends[row - 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,179 +418,3 @@ def take_rows(values_T: Tensor, place_A: Tensor) -> Tensor:
     if values_T.dtype in (torch.bfloat16, torch.float16):  # numpy knows one of them alone
         values_T = values_T.float()
     return torch.from_numpy(values_T.numpy()[place_A.numpy()])
-
-
-@dataclass(slots=True)
-class Round:
-    """Micro-batches that all ranks compute at the same time: one each, or None for a rank with none left.
-
-    Every rank knows the whole round, so that all of them split it alike.
-    """
-
-    batches: tuple[MicroBatch | None, ...]
-    added: frozenset[nn.Parameter] = frozenset()
-    """Parameters that have its gradient already, from an attempt that ran out of memory later on."""
-
-    @property
-    def lengths(self) -> Sequence[int]:
-        """Row lengths of the largest micro-batch, which decides whether a round can be split."""
-        return self._largest.lengths
-
-    @property
-    def computed(self) -> int:
-        return self._largest.computed
-
-    @property
-    def _largest(self) -> MicroBatch:
-        return max((one for one in self.batches if one is not None), key=lambda one: one.computed)
-
-    def split(self) -> tuple[Round, Round]:
-        """Two rounds with a half of each micro-batch; one of a single row stays whole."""
-        halves = [
-            one.split() if one is not None and len(one.lengths) > 1 else (one, None)
-            for one in self.batches
-        ]
-        first, second = (tuple(half[side] for half in halves) for side in (0, 1))
-        return Round(first, self.added), Round(second, self.added)
-
-    def of_rank(self, rank: int) -> tuple[MicroBatch, bool]:
-        """A rank's micro-batch, and whether it counts. A rank without one computes a short row for nothing:
-
-        all ranks must make the same passes, because each of them gathers parameters from all.
-        """
-        own = self.batches[rank]
-        if own is not None:
-            return own, True
-        filler = next(one for one in self.batches if one is not None)
-        while len(filler.lengths) > 1:
-            filler = filler.split()[1]  # without shared prefixes, rows are packed longest first
-        return filler, False
-
-
-def rounds_of(batches: Iterable[MicroBatch], group: RankGroup = ALONE) -> Iterator[Round]:
-    """Micro-batches in rounds, one for each rank; all ranks must have made the same ones."""
-    if group.size > 1:
-        batches = list(batches)
-        _compare(batches, group)
-    left = iter(batches)
-    while given := tuple(islice(left, group.size)):
-        yield Round((*given, *[None] * (group.size - len(given))))
-
-
-def _compare(batches: Sequence[MicroBatch], group: RankGroup) -> None:
-    """Raise, on all ranks, where one of them is about to train something else than the others.
-
-    Nothing else would show it: gradients are summed over whatever the ranks have.
-    """
-    number, sums, scales = digest_of(batches)
-    most, least = group.largest(torch.tensor([number, -number])).tolist()
-    if most == -least:
-        rough = torch.tensor(sums, dtype=torch.float64)
-        most_F, least_F = group.largest(torch.cat([rough, -rough])).chunk(2)
-        scale_F = group.largest(torch.tensor(scales, dtype=torch.float64))
-        if bool((most_F + least_F <= 1e-4 * scale_F + 1e-9).all()):
-            return
-    raise LudusError(
-        "the trainer ranks do not have the same rows to train on, so that their gradients would not add up "
-        "to those of one process: nothing was trained. This is a mistake in Ludus: please report it, and "
-        "train with cluster.trainer_ranks=1 until then"
-    )
-
-
-def digest_of(batches: Iterable[MicroBatch]) -> tuple[int, list[float], list[float]]:
-    """(number, sums, scales): a digest of micro-batches, by which ranks know whether they have the same ones.
-
-    The number (62 bits) is of tokens, lengths and places, which are the same to the last bit. What was computed
-    may differ by rounding where processors differ: of each column there is a sum with factors that depend on
-    the place, and the sum of absolute values, the scale of its rounding.
-    """
-    counted = hashlib.sha256()
-    sums: list[float] = []
-    scales: list[float] = []
-
-    def add(value: Any) -> None:
-        if isinstance(value, Tensor) and value.is_floating_point():
-            column = value.detach().cpu().double().nan_to_num()
-            counted.update(b"%d" % len(column))
-            sums.append(float((column * torch.arange(len(column)).cos()).sum()))
-            scales.append(float(column.abs().sum()))
-        elif isinstance(value, Tensor):
-            counted.update(value.detach().cpu().contiguous().numpy().tobytes())
-        elif hasattr(value, "__dataclass_fields__"):
-            for one in fields(value):
-                add(getattr(value, one.name))
-        elif isinstance(value, list | tuple):
-            counted.update(b"%d[" % len(value))
-            for one in value:
-                add(one)
-        else:
-            counted.update(value if isinstance(value, bytes) else repr(value).encode())
-
-    for batch in batches:
-        add(batch)
-    return int.from_bytes(counted.digest()[:8], "big") >> 2, sums, scales
-
-
-class MicroBatchSplitter:
-    """Micro-batch splitting: one that runs out of memory comes back in two, and later ones are smaller.
-
-        for given in splitter.over(rounds):
-            try:
-                passed(given)  # a function of its own, so that no local variable outlives a failed pass
-            except RuntimeError as error:
-                splitter.retry(given, error)
-
-    A pass that runs out of memory must leave no trace. `max_tokens` stays at what fitted.
-    """
-
-    def __init__(self, max_tokens: int) -> None:
-        self.max_tokens = max_tokens
-        self._waiting: list[Round] = []
-        self._has_failed = False
-
-    def over(self, rounds: Iterable[Round]) -> Iterator[Round]:
-        """Each of them, or its pieces. They may have been made before the limit fell."""
-        for whole in rounds:
-            self._waiting = [whole]
-            while self._waiting:
-                batch = self._waiting.pop()
-                if self._has_failed:  # the error, whose frames held the pass's tensors, is gone by now
-                    free_cached_memory()
-                    self._has_failed = False
-                if len(batch.lengths) > 1 and batch.computed > self.max_tokens:
-                    self._waiting += reversed(batch.split())
-                else:
-                    yield batch
-
-    def retry(self, batch: Round, error: RuntimeError, *, needs_less: bool = False) -> None:
-        """Put a batch that ran out of memory back in two; other errors are raised again.
-
-        A single row cannot be split: it is tried once more where the next attempt `needs_less` memory.
-        """
-        if not is_out_of_memory(error):
-            raise error
-        self._has_failed = True
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if len(batch.lengths) > 1:
-            size, halves = batch.computed, batch.split()
-            self.max_tokens = max(1, min(self.max_tokens, size) // 2)
-            if size < sum(
-                batch.lengths
-            ):  # both halves have what they share, so they are more than half of it
-                self.max_tokens = max(self.max_tokens, *(half.computed for half in halves))
-            self._waiting += reversed(halves)
-            log.warning(
-                "a pass over %d tokens ran out of memory (%s); passes have at most %d from now on: set "
-                "optimizer.micro_batch_tokens to that to do without the failed attempt",
-                size,
-                reason,
-                self.max_tokens,
-            )
-        elif needs_less:
-            self._waiting.append(batch)
-        else:
-            raise LudusError(
-                f"a single row of {batch.lengths[0]} tokens does not fit into memory ({reason}): "
-                "limit the length of episodes (their turns, or the tokens of a turn), or train a "
-                "smaller model or an adapter"
-            ) from None

@@ -25,6 +25,7 @@ from ludus.training.config.parts import Parts
 from ludus.training.config.recipe import Recipe
 from ludus.training.data.task_sampler import TaskSet, seed_of_set
 from ludus.training.evaluation.summary import Comparison, Summary, SummaryOptions, compare, summarise
+from ludus.training.task_sets import build_task_sets, close_task_sets
 
 TASK_SET = "task_set"
 """The metadata key under which groups of several task sets have their set's name."""
@@ -174,7 +175,7 @@ class EvalModel:
         """The task sets, ready to be played by the model; all that was opened is closed at the end."""
         # loads torch
         from ludus.training.preflight import check_servers
-        from ludus.training.run_context import build_run_context, build_task_sets, close_task_sets
+        from ludus.training.run_context import build_run_context
 
         await check_servers(recipe, parts)
         if not self.is_remote:

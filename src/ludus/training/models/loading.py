@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,20 +13,29 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from ludus.chat.tokenizers import CHATML, HFTokenizer, load_tokenizer
-from ludus.core.failures import ConfigError, not_there
-from ludus.kernels.device import all_memory
-from ludus.model.hf_model import auto_class
-from ludus.training.config.model import ModelConfig, ScratchConfig
-from ludus.training.models.adapter_folder import CONFIG, base_of, check_weights, is_adapter, revision_of
+from ludus.chat.tokenizers import HFTokenizer, load_tokenizer
+from ludus.core.failures import ConfigError, MissingExtraError, not_there
+from ludus.core.images import ImageError
+from ludus.model.hf_model import auto_class, unwrapped, vocabulary_size
+from ludus.model.images import ImageProcessor, attach_images, forget_features, vision_parameters
+from ludus.model.probes import check_images, check_positions
+from ludus.training.config.model import ModelConfig
 from ludus.training.models.gguf import check_file, located, without_progress_bars
-from ludus.training.models.lora import add_adapter, load_adapter, require_peft
-from ludus.training.models.vision import load_vision
-from ludus.training.models.weight_files import WeightFiles, hollow_parameters, standing_in
+from ludus.training.models.lora import (
+    CONFIG,
+    add_adapter,
+    base_of,
+    check_weights,
+    is_adapter,
+    load_adapter,
+    require_peft,
+    revision_of,
+)
+from ludus.training.models.scratch import check_size, fit_tokenizer, scratch_model
+from ludus.training.optim.shard_files import WeightFiles, hollow_parameters, is_hollow, standing_in
 
 log = logging.getLogger(__name__)
 
-CONTROL_TOKENS = ("<|pad|>", "<|im_start|>", "<|im_end|>")
 _HUB_NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
 
 
@@ -296,107 +305,6 @@ def _made(name: str, config: Any, dtype: torch.dtype, revision: str | None, trus
     return made
 
 
-def scratch_model(config: ScratchConfig, tokenizer: Any, seed: int) -> nn.Module:
-    """A small Llama with random weights, the same for the same seed."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model: nn.Module = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=len(tokenizer),
-                hidden_size=config.width,
-                intermediate_size=config.width * 8 // 3 // 8 * 8,
-                num_hidden_layers=config.layers,
-                num_attention_heads=config.heads,
-                num_key_value_heads=config.kv_heads,
-                max_position_embeddings=config.context,
-                # the library's 0.02 is for wide models; a narrow one starts learning far later with it
-                initializer_range=config.width**-0.5,
-                tie_word_embeddings=True,
-                bos_token_id=None,
-                eos_token_id=tokenizer.eos_token_id,
-                pad_token_id=tokenizer.pad_token_id,
-            )
-        )
-    return model
-
-
-_TRAINED_BYTES = 16
-"""Per parameter: weight, gradient and Adam's two moments in float32; bfloat16 with masters has no less."""
-_LONGEST_FITTED, _MOST_FITTED = 10_000, 1_000_000
-"""Characters of a text, and of all, that a tokenizer is fitted to."""
-_LEAST_VOCABULARY = 256 + len(CONTROL_TOKENS)
-
-
-def scratch_parameters(config: ScratchConfig, vocabulary: int = _LEAST_VOCABULARY) -> int:
-    """How many parameters `scratch_model` has with a tokenizer of so many tokens."""
-    width, inner = config.width, config.width * 8 // 3 // 8 * 8
-    attention = 2 * width * width + 2 * width * (width // config.heads * config.kv_heads)
-    return config.layers * (attention + 3 * width * inner + 2 * width) + vocabulary * width + width
-
-
-def check_size(config: ScratchConfig, device: torch.device) -> None:
-    """Refuse a model whose training cannot fit into the device's memory, before anything is allocated."""
-    count = scratch_parameters(config)
-    needed, there = _TRAINED_BYTES * count, all_memory(device)
-    if needed > there:
-        raise ConfigError(
-            f"model.scratch has {count:,} parameters, and training them takes {needed / 2**30:,.1f} GiB "
-            f"(weights, gradients, Adam's moments), where {device} has {there / 2**30:,.1f} GiB: lower "
-            f"model.scratch.width ({config.width}) or model.scratch.layers ({config.layers})"
-        )
-
-
-def fit_tokenizer(corpus: Iterable[str], vocabulary: int) -> Any:
-    """A byte-level BPE tokenizer fitted to these texts, digits always on their own.
-
-    Nothing is split before merging but digits, so whole phrases of boilerplate become one token: a small
-    model then spends its steps on the choices that matter. Every byte has a token: any text can be written.
-    """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        min_frequency=8,
-        special_tokens=list(CONTROL_TOKENS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    # the trainer does not know where control tokens will cut a text, so it is cut for it
-    cut = re.compile("|".join(re.escape(token) for token in CONTROL_TOKENS))
-    pieces = _fitted(piece for text in corpus for piece in cut.split(text))
-    tokenizer.train_from_iterator((p.encode("utf-8", "replace").decode() for p in pieces), trainer)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|pad|>",
-        clean_up_tokenization_spaces=False,
-    )
-    fast.chat_template = CHATML
-    return fast
-
-
-def _fitted(pieces: Iterable[str]) -> Iterator[str]:
-    """What of these texts is looked at. Merging takes the square of a piece's length: 100,000 take seconds."""
-    left = _MOST_FITTED
-    for piece in pieces:
-        if left <= 0:
-            return
-        shown = piece[: min(left, _LONGEST_FITTED)]
-        left -= len(shown)
-        yield shown
-
-
 def without_dropout(config: Any) -> list[str]:
     """Set every rate in a Hugging Face configuration to 0; those that were not, as "name = rate"."""
     silenced: list[str] = []
@@ -464,3 +372,50 @@ def check_hub(name: str, revision: str | None = None) -> None:
             "(HF_ENDPOINT names another hub)"
         ) from error
     _known.add(name)
+
+
+# A model's vision part: its processor, the probe of its images, and what of it is trained.
+
+
+def load_vision(
+    model: nn.Module, tokenizer: HFTokenizer, name: str, vision: str, revision: str | None = None
+) -> None:
+    """Let a model see, as `model.vision` says; before an adapter is put around it.
+
+    One without weights is not probed: rank 0 has done that with the weights.
+    """
+    inner: Any = unwrapped(model)
+    if not hasattr(inner, "get_image_features"):
+        if vision in ("frozen", "trained"):
+            raise ConfigError(f"model.vision = {vision!r}: {type(inner).__name__} has no vision part")
+        return
+    if vision != "trained":
+        for parameter in vision_parameters(model):
+            parameter.requires_grad_(False)
+    if vision == "off":
+        return
+    try:
+        check_positions(model)
+        images = _processor(name, tokenizer, revision)
+        if images.token >= vocabulary_size(model):
+            raise ConfigError(f"the image token {images.text!r} is not in the model's vocabulary")
+        attach_images(model, images)
+        if not is_hollow(model):
+            check_images(model)
+        forget_features(model)
+    except (ConfigError, MissingExtraError, ImageError) as error:
+        if hasattr(inner, "ludus_images"):
+            del inner.ludus_images
+        if vision != "auto":
+            raise ConfigError(f"model.vision = {vision!r}: {error}") from error
+        log.warning("%s reads text only: %s", name, error)
+        return
+    tokenizer.images = images
+
+
+def _processor(name: str, tokenizer: HFTokenizer, revision: str | None) -> ImageProcessor:
+    images = ImageProcessor.load(name, tokenizer.inner, revision)
+    if images.token not in tokenizer.controls.values():
+        # anybody's text could show an image
+        raise ConfigError(f"the image token {images.text!r} is not a special token of the tokenizer")
+    return images

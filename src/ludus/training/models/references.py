@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from ludus.core.failures import ConfigError, LudusError
 from ludus.model import sampling_mode, unwrapped
 from ludus.model.images import forget_features
-from ludus.training.models.adapter_folder import read_weights, saved_name, splits_its_base
-from ludus.training.models.lora import adapter_parameters
+from ludus.training.models.lora import adapter_parameters, read_weights, saved_name, splits_its_base
 from ludus.training.optim.logprobs import compute
 from ludus.training.optim.shard_files import read_shards, write_shards
 from ludus.training.optim.sharding import (

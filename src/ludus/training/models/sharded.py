@@ -38,21 +38,21 @@ from ludus.model import (
 from ludus.model.fused_model import disable_fused
 from ludus.model.images import forget_features
 from ludus.training.config.model import ModelConfig
-from ludus.training.models.adapter_folder import (
-    base_of,
-    is_adapter,
-    revision_of,
-    splits_base_of,
-)
 from ludus.training.models.gguf import without_progress_bars
 from ludus.training.models.loading import device_of as device_for
 from ludus.training.models.loading import dtype_of, load_model, load_weights, source_of
-from ludus.training.models.lora import is_adapted, save_adapter
-from ludus.training.models.weight_files import kept_tensors
+from ludus.training.models.lora import (
+    base_of,
+    is_adapted,
+    is_adapter,
+    revision_of,
+    save_adapter,
+    splits_base_of,
+)
 from ludus.training.optim.critic import ValueModel
 from ludus.training.optim.learner import frozen
 from ludus.training.optim.logprobs import compute
-from ludus.training.optim.shard_files import FileLayout, write_shards, write_wholes
+from ludus.training.optim.shard_files import FileLayout, kept_tensors, write_shards, write_wholes
 from ludus.training.optim.sharding import (
     RankGroup,
     ShardedModel,

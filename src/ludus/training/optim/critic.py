@@ -27,14 +27,8 @@ from ludus.model import decoder_of, images_of, sampling_mode
 from ludus.model.images import PlacedFeatures, placed_features
 from ludus.training.config.rl import CriticConfig
 from ludus.training.data.batch import Batch
-from ludus.training.data.micro_batches import (
-    MicroBatch,
-    MicroBatchSplitter,
-    micro_batches,
-    rounds_of,
-    take_rows,
-    to_device,
-)
+from ludus.training.data.micro_batches import MicroBatch, micro_batches, take_rows, to_device
+from ludus.training.optim.accumulation import MicroBatchSplitter, rounds_of
 from ludus.training.optim.learner import Updater
 from ludus.training.optim.logprobs import at_places, compute, packed_states, shares_prefixes
 from ludus.training.optim.shard_files import read_shards, write_shards

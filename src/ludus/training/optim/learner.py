@@ -24,14 +24,8 @@ from ludus.core.random import key
 from ludus.kernels import is_out_of_memory, on_device
 from ludus.training.config.stages import OptimizerConfig
 from ludus.training.data.batch import Batch
-from ludus.training.data.micro_batches import (
-    MicroBatch,
-    MicroBatchSplitter,
-    Round,
-    micro_batches,
-    rounds_of,
-)
-from ludus.training.optim.gradients import GradientAccumulator
+from ludus.training.data.micro_batches import MicroBatch, micro_batches
+from ludus.training.optim.accumulation import GradientAccumulator, MicroBatchSplitter, Round, rounds_of
 from ludus.training.optim.logprobs import action_logprobs, logprobs_of, shares_prefixes
 from ludus.training.optim.memory import MemoryBudget
 from ludus.training.optim.optimizers import lr_factor, optimizer_for

@@ -40,7 +40,8 @@ from ludus.model import (
 )
 from ludus.model.images import PlacedFeatures, placed_features, with_features
 from ludus.training.data.batch import Batch
-from ludus.training.data.micro_batches import MicroBatch, MicroBatchSplitter, micro_batches, rounds_of
+from ludus.training.data.micro_batches import MicroBatch, micro_batches
+from ludus.training.optim.accumulation import MicroBatchSplitter, rounds_of
 from ludus.training.optim.sharding import group_of
 
 R = TypeVar("R")

@@ -11,11 +11,12 @@ connections, which ends the collective that the others are in. Either way rank 0
 the rank and the cause. Ranks that rank 0 has started end with it: they read a pipe that closes when it dies.
 
 Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set) nothing is started here. What the other
-ranks do is in `worker.py`, how the ranks know each other in `store.py`.
+ranks do is in `worker.py`, how the ranks know each other in `wire.py`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -23,44 +24,108 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
 
 from ludus.core.failures import ConfigError, LudusError
 from ludus.training.config.run import ClusterConfig, launched_rank
 from ludus.training.optim.sharding import (
     PeerFailed,
-    RankGroup,
-    join_group,
-    leave_group,
 )
 from ludus.training.ranks.program import Program, Ranks
-from ludus.training.ranks.signals import StopWatch
-from ludus.training.ranks.store import (
+from ludus.training.ranks.wire import (
+    ERROR,
+    HELLO,
     LOOPBACK,
+    READY,
+    STEP,
+    STOP,
     SignedStore,
     StrangerError,
     chosen_interface,
-    gloo_through,
     join_store,
     open_network_store,
     open_private_store,
+    pack_step,
     torchrun_interface,
 )
-from ludus.training.ranks.wire import pack_step
+from ludus.training.ranks.worker import join, leave, spawn_rank
+
+# SIGTERM and Ctrl-C while rank 0 waits for other ranks. Python runs handlers of signals between instructions of
+# the main thread, and a collective is one instruction. So a thread gets the signals as well, and passes them on
+# to the event loop. After a signal the ranks have a while for each of their collectives, so that an update is
+# saved. One that lasts longer is given up: the other ranks are killed, and where that does not help, this one.
+
+_STOPS = frozenset({signal.SIGINT, signal.SIGTERM})
+_POLL_SECONDS, _GIVE_UP_SECONDS = 0.5, 10.0
+
+
+class StopWatch:
+    """Ends calls that make no progress after a signal to stop."""
+
+    def __init__(self, give_up: Callable[[], None], seconds: float = 30.0) -> None:
+        """`give_up` kills the other ranks, after so many seconds without progress."""
+        self._give_up, self._seconds = give_up, seconds
+        self._closed = threading.Event()
+        self.progress: Callable[[], object] = str
+        """None while nothing is waited for; else something that changes with each collective."""
+        self.told: signal.Signals | None = None
+        """The signal, once there was one."""
+        self._write = -1
+        if threading.current_thread() is not threading.main_thread():
+            return  # the main thread is free to handle signals then
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        threading.Thread(target=self._listen, name="signals", daemon=True).start()
+
+    def _listen(self) -> None:
+        while heard := os.read(self._read, 4096):
+            if self._before >= 0:
+                with contextlib.suppress(OSError):
+                    os.write(self._before, heard)
+            stops = [number for number in heard if number in _STOPS]
+            if stops and self.told is None:
+                self.told = signal.Signals(stops[0])
+                threading.Thread(target=self._watch, name="stopping", daemon=True).start()
+        os.close(self._read)
+
+    def _watch(self) -> None:
+        last, since = self.progress(), time.monotonic()
+        while last is None or time.monotonic() - since < self._seconds:
+            if self._closed.wait(_POLL_SECONDS):
+                return
+            if (now := self.progress()) != last:
+                last, since = now, time.monotonic()
+        self._give_up()
+        if self._closed.wait(_GIVE_UP_SECONDS) or self.progress() != last:
+            return
+        assert self.told is not None
+        print(
+            f"ludus: told to stop ({self.told.name}), and what is connected as another trainer rank neither "
+            "answered nor ended: the run ends here, and can go on from its last checkpoint (--resume)",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(128 + self.told)
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._write < 0 or threading.current_thread() is not threading.main_thread():
+            return
+        current = signal.set_wakeup_fd(self._before)
+        if current != self._write:  # another one has been set since
+            signal.set_wakeup_fd(current)
+        os.close(self._write)
+        self._write = -1
+
 
 _START_SECONDS = 300.0
 _END_SECONDS = 20.0
-HELLO, READY, STEP, ERROR = "ludus/hello", "ludus/ready", "ludus/step", "ludus/error"
-STOP = b"stop"
-WATCHED = "LUDUS_RANK_WATCHES_STDIN"
 
 
 class RankError(LudusError):
@@ -344,20 +409,6 @@ def _backend(cluster: ClusterConfig, device: torch.device) -> str:
     return f"cpu:gloo,{device.type}:{'nccl' if cluster.backend == 'auto' else cluster.backend}"
 
 
-def spawn_rank(
-    variables: Mapping[str, str], program: type[Program] = Program
-) -> subprocess.Popen[bytes]:
-    """Start a rank on this machine. It ends when this process does."""
-    paths = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-    environment = {**os.environ, **variables, "PYTHONPATH": paths, WATCHED: "1"}
-    own = f"from {program.__module__} import {program.__name__}"
-    code = f"from ludus.training.ranks.worker import serve_rank; {own}; serve_rank({program.__name__})"
-    # in a session of its own: Ctrl-C in a terminal is for rank 0 alone, also while this one still imports
-    return subprocess.Popen(
-        [sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE, start_new_session=True
-    )
-
-
 def _wait_until_ready(store: SignedStore, processes: Sequence[RankProcess]) -> None:
     deadline = time.monotonic() + _START_SECONDS
     for rank, process in enumerate(processes, start=1):
@@ -368,38 +419,3 @@ def _wait_until_ready(store: SignedStore, processes: Sequence[RankProcess]) -> N
                 raise RankError(f"trainer rank {rank} did not start within {_START_SECONDS:g} seconds")
             time.sleep(0.02)
         store.get(f"{READY}/{rank}")  # which is signed
-
-
-def join(
-    store: SignedStore, rank: int, size: int, hello: dict[str, Any], interface: str | None
-) -> RankGroup:
-    """Connect this process to all others, as rank 0 has said, and ask them for the key."""
-    device = torch.device(hello["device"])
-    if device.type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
-    if hello["threads"] is not None:
-        torch.set_num_threads(hello["threads"])
-    hook = sys.excepthook
-    with gloo_through(interface):
-        dist.init_process_group(
-            hello["backend"],
-            store=PrefixStore("ludus", store.inner),
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=hello["timeout"]),
-        )
-        sys.excepthook = hook  # torch's puts "[rank0]:" before every line of a traceback, and stays
-        store.prove_membership(rank, [dist.group.WORLD])
-        group = join_group(device, hello["replicas"])
-    assert group.mesh is not None
-    store.prove_membership(
-        rank, [one for one in group.mesh.get_all_groups() if one is not dist.group.WORLD]
-    )
-    return group
-
-
-def leave() -> None:
-    """This process trains alone again."""
-    leave_group()
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""A trainer rank that is not 0: it connects, and does the steps of the program that rank 0 names."""
+"""A trainer rank: it is started, connects, and, where it is not 0, does the steps that rank 0 names."""
 
 from __future__ import annotations
 
@@ -6,21 +6,37 @@ import json
 import logging
 import os
 import signal
+import subprocess
 import sys
 import threading
 import traceback
 import warnings
+from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from ludus.core.failures import LudusError
-from ludus.training.optim.sharding import PeerFailed
-from ludus.training.ranks.processes import ERROR, HELLO, READY, STEP, STOP, WATCHED, join, leave
+from ludus.training.optim.sharding import PeerFailed, RankGroup, join_group, leave_group
 from ludus.training.ranks.program import Program
-from ludus.training.ranks.store import SignedStore, chosen_interface, join_store, torchrun_interface
-from ludus.training.ranks.wire import unpack_step
+from ludus.training.ranks.wire import (
+    ERROR,
+    HELLO,
+    READY,
+    STEP,
+    STOP,
+    WATCHED,
+    SignedStore,
+    chosen_interface,
+    gloo_through,
+    join_store,
+    torchrun_interface,
+    unpack_step,
+)
 
 _PATIENCE = timedelta(days=1)
 
@@ -103,3 +119,55 @@ def _end_with_parent(store: SignedStore) -> None:
         pass
     store.close()
     os._exit(1)
+
+
+# Starting a rank on this machine, and connecting to the others, which rank 0 does in the same way.
+
+
+def spawn_rank(
+    variables: Mapping[str, str], program: type[Program] = Program
+) -> subprocess.Popen[bytes]:
+    """Start a rank on this machine. It ends when this process does."""
+    paths = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+    environment = {**os.environ, **variables, "PYTHONPATH": paths, WATCHED: "1"}
+    own = f"from {program.__module__} import {program.__name__}"
+    code = f"from ludus.training.ranks.worker import serve_rank; {own}; serve_rank({program.__name__})"
+    # in a session of its own: Ctrl-C in a terminal is for rank 0 alone, also while this one still imports
+    return subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE, start_new_session=True
+    )
+
+
+def join(
+    store: SignedStore, rank: int, size: int, hello: dict[str, Any], interface: str | None
+) -> RankGroup:
+    """Connect this process to all others, as rank 0 has said, and ask them for the key."""
+    device = torch.device(hello["device"])
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
+    if hello["threads"] is not None:
+        torch.set_num_threads(hello["threads"])
+    hook = sys.excepthook
+    with gloo_through(interface):
+        dist.init_process_group(
+            hello["backend"],
+            store=PrefixStore("ludus", store.inner),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=hello["timeout"]),
+        )
+        sys.excepthook = hook  # torch's puts "[rank0]:" before every line of a traceback, and stays
+        store.prove_membership(rank, [dist.group.WORLD])
+        group = join_group(device, hello["replicas"])
+    assert group.mesh is not None
+    store.prove_membership(
+        rank, [one for one in group.mesh.get_all_groups() if one is not dist.group.WORLD]
+    )
+    return group
+
+
+def leave() -> None:
+    """This process trains alone again."""
+    leave_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from ludus.training.reward_models.fit import RewardModelConfig, RewardModelResult, fit_reward_model
-from ludus.training.reward_models.model import RewardModel, load_reward_model, save_reward_model
-from ludus.training.reward_models.reward import ModelReward, StepModelReward
+from ludus.training.reward_models.model import (
+    ModelReward,
+    RewardModel,
+    StepModelReward,
+    load_reward_model,
+    save_reward_model,
+)
 
 __all__ = [
     "ModelReward",

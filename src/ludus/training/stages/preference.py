@@ -50,7 +50,6 @@ from ludus.training.data.batch import Batch
 from ludus.training.data.conversations import read_labelled, read_pairs, trajectory_of
 from ludus.training.data.micro_batches import MicroBatch
 from ludus.training.data.task_sampler import items_of_step
-from ludus.training.demonstrations import tool_specs
 from ludus.training.models.sharded import ModelSource
 from ludus.training.optim.learner import Learner
 from ludus.training.ranks.program import StageTrainer, StepSettings
@@ -62,6 +61,7 @@ from ludus.training.stages.base import (
     check_readable,
     warn_of_large_batch,
 )
+from ludus.training.task_sets import tool_specs
 
 log = logging.getLogger(__name__)
 
