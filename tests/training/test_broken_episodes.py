@@ -27,7 +27,7 @@ from ludus.core import (
 from ludus.observe import rollout_metrics
 from ludus.training import BrokenConfig, RolloutBatch
 from ludus.training.data.batch import Batch, advantage_inputs
-from ludus.training.rollout_batch import (
+from ludus.training.data.rollout_batch import (
     KINDS,
     Kind,
     broken_kinds,

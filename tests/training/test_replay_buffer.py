@@ -17,8 +17,8 @@ from ludus.tools import as_toolset
 from ludus.tools.versions import tool_versions
 from ludus.training import Recipe, RolloutBatch
 from ludus.training.config.rl import ReplayBufferConfig, RolloutSettings
-from ludus.training.data.task_sampler import TaskSet
-from ludus.training.replay_buffer import ReplayBuffer
+from ludus.training.data.replay_buffer import ReplayBuffer
+from ludus.training.data.tasks import TaskSet
 from ludus.worlds.safe import Safe
 
 CODE = {"tool add": "1", "tool find": "7", "env desk": "e1"}

@@ -23,7 +23,7 @@ from ludus.training import (
     close_task_sets,
     items_of_step,
 )
-from ludus.training.data.task_sampler import next_sets
+from ludus.training.data.tasks import next_sets
 
 weights_of_sets = st.lists(st.floats(0.01, 100), min_size=2, max_size=6)
 

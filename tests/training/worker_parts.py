@@ -14,9 +14,9 @@ from ludus.rollouts import Budgets, Rollout
 from ludus.tools import as_toolset
 from ludus.training import RLConfig, RolloutBatch, RolloutSettings, TaskSampler, TaskSet
 from ludus.training.controller import step_by_step
-from ludus.training.data.task_sampler import SampledTask, seed_of_set
+from ludus.training.data.rollout_batch import GroupFilter, KeptGroup
+from ludus.training.data.tasks import SampledTask, seed_of_set
 from ludus.training.player import rollouts_at
-from ludus.training.rollout_batch import GroupFilter, KeptGroup
 
 RENDERER = Renderer(ByteTokenizer(), load_format("hermes"))
 

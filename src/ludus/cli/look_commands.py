@@ -184,7 +184,7 @@ def simulate(
     ] = None,
 ) -> None:
     """Simulate training on more GPUs: asynchronous training with its real controller and simulated engines."""
-    from ludus.training.simulation.run import CAPTION, simulation_table
+    from ludus.training.simulation import CAPTION, simulation_table
 
     console = Console()
     if console.width < _WIDTH:  # a narrow terminal would cut its numbers

@@ -45,7 +45,7 @@ from ludus.training.config.parts import Parts, task_set_specs
 from ludus.training.config.recipe import Recipe
 from ludus.training.config.stages import SFTConfig
 from ludus.training.data.conversations import read_conversations
-from ludus.training.data.task_sampler import TaskSet
+from ludus.training.data.tasks import TaskSet
 from ludus.training.evaluation.evaluate import EvalModel, find_model, measure
 from ludus.training.evaluation.study import settings_of_set
 

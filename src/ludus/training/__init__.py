@@ -22,9 +22,15 @@ if TYPE_CHECKING:
         read_pairs,
         trajectory_of,
     )
-    from ludus.training.data.curriculum import Curriculum, CurriculumConfig
     from ludus.training.data.micro_batches import MicroBatch, micro_batches
-    from ludus.training.data.task_sampler import TaskSampler, TaskSet, items_of_step
+    from ludus.training.data.rollout_batch import RolloutBatch
+    from ludus.training.data.tasks import (
+        Curriculum,
+        CurriculumConfig,
+        TaskSampler,
+        TaskSet,
+        items_of_step,
+    )
     from ludus.training.evaluation.evaluate import Evaluation
     from ludus.training.loop import Trainer
     from ludus.training.models.loading import check_source, load_model
@@ -36,7 +42,6 @@ if TYPE_CHECKING:
     from ludus.training.optim.logprobs import action_logprobs, logprobs_of
     from ludus.training.optim.policy_update import policy_rows, policy_update
     from ludus.training.preflight import check_parts
-    from ludus.training.rollout_batch import RolloutBatch
     from ludus.training.run_context import RunContext, build_run_context
     from ludus.training.stages.sft import sft_step
     from ludus.training.task_sets import build_rollout, build_task_sets, close_task_sets, play_expert

@@ -32,11 +32,10 @@ from ludus.core.random import key
 from ludus.core.trajectory import Group, StopReason, Trajectory
 from ludus.observe import keep_images, read_numbered_groups, with_images, write_trajectories
 from ludus.training.config.rl import RolloutSettings
-from ludus.training.data.curriculum import DIFFICULTY
-from ludus.training.data.task_sampler import TaskSampler, TaskSet, seed_of_set
+from ludus.training.data.rollout_batch import GroupFilter, KeptGroup, RolloutBatch
+from ludus.training.data.tasks import DIFFICULTY, TaskSampler, TaskSet, seed_of_set
 from ludus.training.ledger import Ledger
 from ludus.training.player import GroupPlan, LocalPlayer, PlayedGroup, Player
-from ludus.training.rollout_batch import GroupFilter, KeptGroup, RolloutBatch
 
 log = logging.getLogger(__name__)
 

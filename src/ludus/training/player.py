@@ -21,8 +21,7 @@ from ludus.remote.time_limit import EpisodePlaces, GroupPlaces, SamplingGate
 from ludus.rollouts.recorder import Budgets
 from ludus.rollouts.rollout import Rollout
 from ludus.training.config.rl import RolloutSettings
-from ludus.training.data.curriculum import BUDGETS, STRICTNESS
-from ludus.training.data.task_sampler import TaskSet
+from ludus.training.data.tasks import BUDGETS, STRICTNESS, TaskSet
 
 
 @dataclass(frozen=True, slots=True)

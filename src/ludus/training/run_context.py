@@ -34,7 +34,8 @@ from ludus.training.config.model import ModelConfig
 from ludus.training.config.parts import Parts
 from ludus.training.config.recipe import Recipe
 from ludus.training.data.conversations import Conversation
-from ludus.training.data.task_sampler import TaskSet
+from ludus.training.data.rollout_batch import Recording, open_recording
+from ludus.training.data.tasks import TaskSet
 from ludus.training.evaluation.evaluate import Evaluation, measure_sets
 from ludus.training.evaluation.summary import Summary, SummaryOptions
 from ludus.training.models.loading import device_of, load_model
@@ -43,7 +44,6 @@ from ludus.training.models.sharded import ModelSource, hollow_tokenizer, source_
 from ludus.training.placement import Placement, host_parts, hosted_parts, place, start_engine
 from ludus.training.ranks.processes import start_ranks
 from ludus.training.ranks.program import Ranks
-from ludus.training.rollout_batch import Recording, open_recording
 from ludus.training.task_sets import build_task_sets, close_task_sets, demonstrate
 
 log = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from ludus.training.config.parts import Parts, task_set_specs
 from ludus.training.config.recipe import Recipe
 from ludus.training.config.run import AgentConfig
 from ludus.training.data.conversations import Conversation, trajectory_of
-from ludus.training.data.task_sampler import TaskSet
+from ludus.training.data.tasks import TaskSet
 
 
 def build_task_sets(recipe: Recipe, parts: Parts, engine: Engine, tokenizer: Tokenizer) -> list[TaskSet]:

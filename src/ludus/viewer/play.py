@@ -22,7 +22,7 @@ from ludus.rollouts.agent import Agent
 from ludus.rollouts.episode import Episode, Turn
 from ludus.training.config.parts import Parts
 from ludus.training.config.recipe import Recipe
-from ludus.training.data.task_sampler import TaskSet
+from ludus.training.data.tasks import TaskSet
 from ludus.training.evaluation.evaluate import find_model
 from ludus.viewer.episode_view import episode_json
 from ludus.viewer.workspace import NotFound

@@ -12,7 +12,7 @@ from ludus.rollouts.tree import TreeConfig
 from ludus.training.config.model import ModelConfig
 from ludus.training.config.rl_checks import check_rl
 from ludus.training.config.stages import CRITIC_RATES, RL_RATES, BaseStageConfig, OptimizerConfig
-from ludus.training.data.curriculum import CurriculumConfig
+from ludus.training.data.tasks import CurriculumConfig
 
 
 class CriticConfig(Config):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ludus.algos.specs import ALGORITHMS, AlgorithmSpec
 from ludus.core.failures import ConfigError
 from ludus.rollouts.recorder import Budgets
-from ludus.training.data.curriculum import BUDGETS, check_settings
+from ludus.training.data.tasks import BUDGETS, check_settings
 
 if TYPE_CHECKING:
     from ludus.training.config.rl import RLConfig

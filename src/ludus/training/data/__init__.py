@@ -1,1 +1,1 @@
-"""Training data: conversations, tasks and their order, episodes packed into batches."""
+"""Training data: conversations, tasks and their order, played groups, episodes packed into batches."""

@@ -23,7 +23,7 @@ from ludus.rollouts.rollout import Rollout
 from ludus.sandbox import close_shared_sandboxes
 from ludus.training.config.parts import Parts
 from ludus.training.config.recipe import Recipe
-from ludus.training.data.task_sampler import TaskSet, seed_of_set
+from ludus.training.data.tasks import TaskSet, seed_of_set
 from ludus.training.evaluation.summary import Comparison, Summary, SummaryOptions, compare, summarise
 from ludus.training.task_sets import build_task_sets, close_task_sets
 

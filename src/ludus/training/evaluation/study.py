@@ -35,7 +35,7 @@ from ludus.observe import (
 from ludus.rollouts.rollout import Rollout
 from ludus.training.config.parts import Parts, TaskSetSpec
 from ludus.training.config.recipe import Recipe, with_absolute_paths
-from ludus.training.data.task_sampler import seed_of_set
+from ludus.training.data.tasks import seed_of_set
 from ludus.training.evaluation.evaluate import (
     EvalModel,
     Evaluation,

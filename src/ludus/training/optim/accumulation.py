@@ -6,7 +6,7 @@ import hashlib
 import logging
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import islice
@@ -199,6 +199,31 @@ class MicroBatchSplitter:
                 "limit the length of episodes (their turns, or the tokens of a turn), or train a "
                 "smaller model or an adapter"
             ) from None
+
+
+def measured(
+    batches: Iterable[MicroBatch],
+    max_tokens: int,
+    group: RankGroup,
+    device: torch.device,
+    compute: Callable[[MicroBatch], Tensor],
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Compute numbers of trained tokens, without gradient: (their places in the batch, the numbers).
+
+    Each rank has those of its own micro-batches. The numbers are left on the device.
+    """
+    splitter = MicroBatchSplitter(max_tokens)
+    for given in splitter.over(rounds_of(batches, group)):
+        part, counts = given.of_rank(group.rank)
+        try:
+            values_A = compute(part.to(device))
+            group.agree()
+        except RuntimeError as error:
+            group.tell(error)
+            splitter.retry(given, error)
+        else:
+            if counts:
+                yield part.source_index_A, values_A
 
 
 def _remove(hooks: Iterable[Any]) -> None:

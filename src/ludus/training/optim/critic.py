@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count, repeat
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -28,7 +27,7 @@ from ludus.model.images import PlacedFeatures, placed_features
 from ludus.training.config.rl import CriticConfig
 from ludus.training.data.batch import Batch
 from ludus.training.data.micro_batches import MicroBatch, micro_batches, take_rows, to_device
-from ludus.training.optim.accumulation import MicroBatchSplitter, rounds_of
+from ludus.training.optim.accumulation import measured
 from ludus.training.optim.learner import Updater
 from ludus.training.optim.logprobs import at_places, compute, packed_states, shares_prefixes
 from ludus.training.optim.shard_files import read_shards, write_shards
@@ -51,21 +50,10 @@ class ValueModel(nn.Module):
         super().__init__()
         parameter = next(policy.parameters())
         self.trunk: nn.Module | None = copy.deepcopy(decoder_of(policy)) if own_trunk else None
-        self.adapter: Any = getattr(policy, "peft_config", {}).get("default")
-        """The settings of the adapter whose layers are in the trunk."""
         width = int(decoder_of(policy).config.hidden_size)
         self.head = nn.Linear(width, 1, device=parameter.device, dtype=torch.float32)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
-
-    @classmethod
-    def around(cls, trunk: nn.Module | None, width: int, adapter: Any) -> ValueModel:
-        """One that was made of another policy; what is in its head comes later."""
-        made = cls.__new__(cls)
-        nn.Module.__init__(made)
-        made.trunk, made.adapter = trunk, adapter
-        made.head = nn.Linear(width, 1, dtype=torch.float32)
-        return made
 
     def get_decoder(self) -> nn.Module:
         """The decoder that `hidden_states` runs."""
@@ -104,20 +92,11 @@ class Critic:
         batch = replace(batch, trained_T=wanted_T)
         budget = self.config.optimizer.micro_batch_tokens
         values_T = torch.zeros(len(batch.tokens_T))
-        splitter, group = MicroBatchSplitter(budget), group_of(self.model)
+        group = group_of(self.model)
         packed = micro_batches(batch, budget, ranks=group.size, share=self._shares)
         with sampling_mode(self.model):
-            for given in splitter.over(rounds_of(packed, group)):
-                part, counts = given.of_rank(group.rank)
-                try:
-                    values_A = self._values(part.to(self.updater.device)).cpu()
-                    group.agree()
-                except RuntimeError as error:
-                    group.tell(error)
-                    splitter.retry(given, error)
-                    continue
-                if counts:
-                    values_T[part.source_index_A] = values_A
+            for place_A, values_A in measured(packed, budget, group, self.updater.device, self._values):
+                values_T[place_A] = values_A.cpu()
         return group.total(values_T)
 
     def learn(

@@ -112,23 +112,19 @@ class Updater:
         self.optimizer.masters.adopt_changes()
         rows: list[dict[str, Tensor]] = []
         rounds: list[Round] = []
+        has_gradient = False
         with on_device(self.device):
             with self._gradients.collecting(), self._dropout.drawn_for(self.steps_done):
-                for given in self._splitter.over(rounds_of(batches, self.group)):
-                    try:
-                        rows.append(self._forward_backward(given, loss))
-                        rounds.append(given)
-                    except RuntimeError as error:
-                        self.group.tell(error)
-                        self._splitter.retry(given, error, needs_less=self._can_shrink(given, error))
-                has_gradient = bool(rows)
-                for given in self._splitter.over(rounds_of(measured, self.group)):
-                    try:
-                        rows.append(self._forward_only(given, loss))
-                        rounds.append(given)
-                    except RuntimeError as error:
-                        self.group.tell(error)
-                        self._splitter.retry(given, error)
+                for some, learns in ((batches, True), (measured, False)):
+                    for given in self._splitter.over(rounds_of(some, self.group)):
+                        try:
+                            rows.append(self._pass(given, loss, learns=learns))
+                            rounds.append(given)
+                        except RuntimeError as error:
+                            self.group.tell(error)
+                            shrinks = learns and self._can_shrink(given, error)
+                            self._splitter.retry(given, error, needs_less=shrinks)
+                    has_gradient |= learns and bool(rows)
             shared = _prefix_sharing(rounds)
             metrics = _step_metrics(rows, self.group) | shared if limits or not has_gradient else {}
             if not has_gradient or any(metrics[name] > most for name, most in (limits or {}).items()):
@@ -146,26 +142,19 @@ class Updater:
         self.steps_done += 1
         return metrics | {"learning_rate": self.optimizer.param_groups[0]["lr"]}
 
-    def _forward_backward(self, given: Round, loss: LossFunction) -> dict[str, Tensor]:
-        """One micro-batch; its gradients go into the accumulator."""
+    def _pass(self, given: Round, loss: LossFunction, *, learns: bool) -> dict[str, Tensor]:
+        """The metrics of one micro-batch; where it `learns`, its gradients go into the accumulator."""
         self._gradients.begin_attempt(given.added)
         part, counts = given.of_rank(self.group.rank)
         batch = part.to(self.device)
-        loss_A, metrics = loss(batch)
-        weights_A = batch.weights_A
-        total = (loss_A * (weights_A if counts else torch.zeros_like(weights_A))).sum()
+        with torch.set_grad_enabled(learns):
+            loss_A, metrics = loss(batch)
+            weights_A = batch.weights_A
+            total = (loss_A * (weights_A if counts else torch.zeros_like(weights_A))).sum()
         row = _summed(total, weights_A, metrics, counts)
-        torch.autograd.backward(total)
+        if learns:
+            torch.autograd.backward(total)
         self.group.agree()  # that all ranks have got to the end of it
-        return row
-
-    @torch.no_grad()
-    def _forward_only(self, given: Round, loss: LossFunction) -> dict[str, Tensor]:
-        part, counts = given.of_rank(self.group.rank)
-        batch = part.to(self.device)
-        loss_A, metrics = loss(batch)
-        row = _summed((loss_A * batch.weights_A).sum(), batch.weights_A, metrics, counts)
-        self.group.agree()
         return row
 
     def _can_shrink(self, given: Round, error: RuntimeError) -> bool:

@@ -41,7 +41,7 @@ from ludus.model import (
 from ludus.model.images import PlacedFeatures, placed_features, with_features
 from ludus.training.data.batch import Batch
 from ludus.training.data.micro_batches import MicroBatch, micro_batches
-from ludus.training.optim.accumulation import MicroBatchSplitter, rounds_of
+from ludus.training.optim.accumulation import measured
 from ludus.training.optim.sharding import group_of
 
 R = TypeVar("R")
@@ -113,20 +113,14 @@ def logprobs_of(
     row may have its first token trained. Of a sharded model each rank computes its part; all have the result.
     """
     device = next(model.parameters()).device
-    found: list[tuple[Tensor, Tensor]] = []
-    splitter, group = MicroBatchSplitter(budget), group_of(model)
+    group = group_of(model)
+
+    def logprobs(part: MicroBatch) -> Tensor:
+        return action_logprobs(model, part, temperature)[0]
+
     with torch.no_grad(), sampling_mode(model), on_device(device):
         packed = micro_batches(batch, budget, ranks=group.size, share=share and shares_prefixes(model))
-        for given in splitter.over(rounds_of(packed, group)):
-            part, counts = given.of_rank(group.rank)
-            try:
-                logprobs_A, _ = action_logprobs(model, part.to(device), temperature)
-                group.agree()
-            except RuntimeError as error:
-                group.tell(error)
-                splitter.retry(given, error)
-            else:
-                found += [(part.source_index_A, logprobs_A)] if counts else []
+        found = list(measured(packed, budget, group, device, logprobs))
     result_T = np.zeros(len(batch.tokens_T), dtype=np.float32)
     for source_A, logprobs_A in found:  # read after all work has been queued: the device never waits
         result_T[source_A.numpy()] = logprobs_A.cpu().numpy()

@@ -36,6 +36,7 @@ from ludus.algos.advantage_inputs import sum_within, token_rewards
 from ludus.core.failures import ConfigError
 from ludus.training.config.rl import RLConfig
 from ludus.training.data.batch import Batch, advantage_inputs
+from ludus.training.data.rollout_batch import RolloutBatch
 from ludus.training.optim.critic import Critic, explained_variance
 from ludus.training.optim.learner import TOKENS, Learner
 from ludus.training.optim.objective import (
@@ -46,7 +47,6 @@ from ludus.training.optim.objective import (
     of_update,
     sampled_by,
 )
-from ludus.training.rollout_batch import RolloutBatch
 
 
 def algorithm_of(config: RLConfig) -> Algorithm:

@@ -39,7 +39,7 @@ from ludus.training.data.conversations import (
     read_scored_steps,
 )
 from ludus.training.data.micro_batches import MicroBatch, micro_batches
-from ludus.training.data.task_sampler import items_of_step
+from ludus.training.data.tasks import items_of_step
 from ludus.training.models.loading import load_model
 from ludus.training.optim.learner import Updater
 from ludus.training.reward_models.model import AboutHeads, RewardModel, save_reward_model

@@ -49,7 +49,7 @@ from ludus.training.controller import NextBatch, step_by_step
 from ludus.training.data.batch import Batch
 from ludus.training.data.conversations import read_labelled, read_pairs, trajectory_of
 from ludus.training.data.micro_batches import MicroBatch
-from ludus.training.data.task_sampler import items_of_step
+from ludus.training.data.tasks import items_of_step
 from ludus.training.models.sharded import ModelSource
 from ludus.training.optim.learner import Learner
 from ludus.training.ranks.program import StageTrainer, StepSettings

@@ -30,8 +30,9 @@ from ludus.training.config.parts import Parts, TaskSetSpec, task_set_specs
 from ludus.training.config.recipe import Recipe
 from ludus.training.config.rl import CriticConfig, RLConfig
 from ludus.training.controller import NextBatch, RolloutController, step_by_step, within
-from ludus.training.data.curriculum import DIFFICULTY, STRICTNESS, Curriculum
-from ludus.training.data.task_sampler import difficulty_of
+from ludus.training.data.replay_buffer import ReplayBuffer, code_versions
+from ludus.training.data.rollout_batch import RolloutBatch
+from ludus.training.data.tasks import DIFFICULTY, STRICTNESS, Curriculum, difficulty_of
 from ludus.training.ledger import Ledger
 from ludus.training.models.lora import is_adapted
 from ludus.training.models.references import load_synced, save_synced, sync_reference
@@ -41,8 +42,6 @@ from ludus.training.optim.policy_update import PolicyRows, algorithm_of, policy_
 from ludus.training.optim.sharding import ShardedModel
 from ludus.training.player import GroupPlan, LocalPlayer
 from ludus.training.ranks.program import Program, StagePlan, StageTrainer, StepSettings
-from ludus.training.replay_buffer import ReplayBuffer, code_versions
-from ludus.training.rollout_batch import RolloutBatch
 from ludus.training.run_context import RunContext
 from ludus.training.stages.base import Stage, StepResult, check_failures, timing_metrics
 

@@ -31,7 +31,7 @@ from ludus.training.controller import step_by_step
 from ludus.training.data.batch import Batch
 from ludus.training.data.conversations import read_conversations
 from ludus.training.data.micro_batches import MicroBatch
-from ludus.training.data.task_sampler import items_of_step
+from ludus.training.data.tasks import items_of_step
 from ludus.training.optim.learner import Learner, Metrics
 from ludus.training.optim.logprobs import logprobs_of
 from ludus.training.ranks.program import StageTrainer, StepSettings

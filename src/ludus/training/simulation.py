@@ -20,9 +20,9 @@ from ludus.observe import Cell, ReportTable, Share
 from ludus.rollouts.rollout import Rollout
 from ludus.training.config.rl import RolloutSettings
 from ludus.training.controller import RolloutController, StalledError
-from ludus.training.data.task_sampler import TaskSet
+from ludus.training.data.tasks import TaskSet
 from ludus.training.ledger import Ledger, Phase
-from ludus.training.simulation.cluster import SimulatedPlayer, SimulationConfig
+from ludus.training.simulated_cluster import SimulatedPlayer, SimulationConfig
 
 T = TypeVar("T")
 

@@ -20,8 +20,8 @@ from ludus.observe import has_signal, keep_images, read_groups, read_notes, with
 from ludus.rollouts.rollout import Rollout
 from ludus.tools.versions import tool_versions
 from ludus.training.config.rl import ReplayBufferConfig, RolloutSettings
-from ludus.training.data.task_sampler import TaskSet
-from ludus.training.rollout_batch import GroupFilter, RolloutBatch
+from ludus.training.data.rollout_batch import GroupFilter, RolloutBatch
+from ludus.training.data.tasks import TaskSet
 
 STORED = "replay.parquet"
 REASONS = ("age", "versions", "tools", "uses")

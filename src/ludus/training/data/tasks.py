@@ -1,24 +1,37 @@
-"""The task sampler: which tasks a step gets, from one or several task sets mixed by weights.
+"""What a step plays: tasks from one or several sets, mixed by weights, and settings that change while training.
 
 Within a set, every task comes once an epoch, in an order that the seed and the epoch decide. The sampler has a
 cursor for each set: refills take further tasks, and tasks above a curriculum's difficulty are skipped.
 Everything is a function of seed, position and weights, so that a resumed run sees the tasks it would have seen.
+
+A curriculum starts easy. A *schedule* says from which step on a value holds. An *adaptive* setting moves on by
+itself when a metric, averaged over the last steps, says so. Both are state machines over the steps' metrics:
+pure, resumable, and shown among the metrics as `curriculum/<setting>`. The growing horizon is that of
+ScalingInter-RL: Xi et al., "AgentGym-RL: Training LLM Agents for Long-Horizon Decision Making through
+Multi-Turn Reinforcement Learning", 2025, arXiv:2509.08755.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
+from pydantic import Field, StrictFloat, StrictInt, ValidationError, model_validator
+
+from ludus.core.config import Config
+from ludus.core.config_errors import problem_lines
 from ludus.core.failures import ConfigError
 from ludus.core.random import key, shuffled
 from ludus.core.task import Task
+from ludus.observe import SPLITS, definition_of
+from ludus.rollouts.recorder import Budgets
 from ludus.rollouts.rollout import Rollout
 
 
@@ -196,3 +209,169 @@ def next_sets(weights: Sequence[float], drawn: Sequence[int], size: int) -> list
         had[first] += 1
         chosen.append(first)
     return chosen
+
+
+# Curricula.
+
+BUDGETS = "budgets."
+DIFFICULTY = "tasks.difficulty"
+STRICTNESS = "rewards.strictness"
+
+
+class AdaptiveConfig(Config):
+    """A value that moves on when the model is ready for it."""
+
+    start: float
+    """Where it begins."""
+    stop: float
+    """Where it ends; it can be below the start."""
+    by: float = Field(gt=0)
+    """How far it moves at a time."""
+    metric: str = "success"
+    """The metric that decides: success, truncated, or any metric of a step."""
+    above: float | None = None
+    """Move on when the metric's mean is at least this."""
+    below: float | None = None
+    """Move on when the metric's mean is at most this."""
+    over: int = Field(default=5, ge=1)
+    """Over how many steps the mean is taken; they are counted anew after each move."""
+
+    @model_validator(mode="after")
+    def _can_move(self) -> AdaptiveConfig:
+        if self.start == self.stop:
+            raise ValueError(f"start and stop are both {self.start:g}, so the value would never move")
+        if (self.above is None) == (self.below is None):
+            raise ValueError("give exactly one of above and below")
+        is_of_a_step = self.metric.partition("/")[0] not in SPLITS
+        if not is_of_a_step or definition_of(self.metric) is None:
+            raise ValueError(
+                f"metric = {self.metric!r} is no metric of a step, so the value would never move "
+                "(docs/metrics.md has them all)"
+            )
+        return self
+
+
+class CurriculumConfig(Config):
+    """One setting that changes: by a schedule, or adaptively."""
+
+    setting: Literal[
+        "budgets.max_turns",
+        "budgets.max_tokens",
+        "budgets.max_turn_tokens",
+        "tasks.difficulty",
+        "rewards.strictness",
+    ]
+    """A budget, the difficulty of the hardest tasks to draw, or how strict rewards are."""
+    schedule: tuple[tuple[StrictInt, StrictFloat], ...] = ()
+    """Pairs of (step, value): from that step of the stage on, the value holds."""
+    adaptive: AdaptiveConfig | None = None
+    """Or: when to move on."""
+
+    @model_validator(mode="after")
+    def _one_way(self) -> CurriculumConfig:
+        if bool(self.schedule) == (self.adaptive is not None):
+            raise ValueError("give exactly one of schedule and adaptive")
+        steps = [step for step, _ in self.schedule]
+        if self.schedule and (steps[0] != 0 or steps != sorted(set(steps))):
+            raise ValueError("a schedule's steps start at 0 and rise")
+        if self.setting.startswith(BUDGETS):
+            self._check_budgets()
+        return self
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """Values of the schedule, or the two ends between which the setting moves."""
+        if self.adaptive is not None:
+            return (self.adaptive.start, self.adaptive.stop)
+        return tuple(value for _, value in self.schedule)
+
+    def _check_budgets(self) -> None:
+        """Each value must be one that the budget itself could have."""
+        name = self.setting.removeprefix(BUDGETS)
+        for value in self.values:
+            try:
+                Budgets.model_validate({name: value})
+            except ValidationError as error:
+                (line,) = problem_lines(Budgets, error.errors())
+                raise ValueError(f"{BUDGETS}{line.strip()}") from None
+        if self.adaptive is not None and not self.adaptive.by.is_integer():
+            raise ValueError(
+                f"{self.setting} moves by whole numbers, not by {self.adaptive.by:g} (adaptive.by)"
+            )
+
+
+class Curriculum:
+    """The scheduled settings of a stage, and where each of them stands."""
+
+    def __init__(self, configs: Sequence[CurriculumConfig]) -> None:
+        self._configs = list(configs)
+        check_settings(configs)
+        self._adaptive = {
+            config.setting: _Adaptive(config.adaptive)
+            for config in configs
+            if config.adaptive is not None
+        }
+
+    def values(self, step: int) -> dict[str, float]:
+        """The settings that hold in a step of the stage, by name."""
+        return {
+            config.setting: self._adaptive[config.setting].value
+            if config.adaptive is not None
+            else scheduled(config.schedule, step)
+            for config in self._configs
+        }
+
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        """Take in the metrics of a step; adaptive settings may move on by them."""
+        for setting in self._adaptive.values():
+            setting.observe(metrics)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: setting.state_dict() for name, setting in self._adaptive.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, setting in self._adaptive.items():
+            setting.load_state_dict(state[name])
+
+
+def check_settings(configs: Sequence[CurriculumConfig]) -> None:
+    """Refuse two of them for one setting."""
+    names = [config.setting for config in configs]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"{twice[0]} is moved twice by a curriculum; give it one schedule")
+
+
+def scheduled(schedule: Sequence[tuple[int, float]], step: int) -> float:
+    """The value of the last entry whose step has come."""
+    return [value for start, value in schedule if start <= step][-1]
+
+
+class _Adaptive:
+    def __init__(self, config: AdaptiveConfig) -> None:
+        self._config = config
+        self.value = config.start
+        self._seen: list[float] = []
+
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        if self._config.metric not in metrics:
+            return
+        self._seen = [*self._seen, float(metrics[self._config.metric])][-self._config.over :]
+        if len(self._seen) == self._config.over and self._is_ready(statistics.fmean(self._seen)):
+            self.value = self._next()
+            self._seen = []
+
+    def _is_ready(self, mean: float) -> bool:
+        above, below = self._config.above, self._config.below
+        return (above is not None and mean >= above) or (below is not None and mean <= below)
+
+    def _next(self) -> float:
+        config = self._config
+        if config.stop >= config.start:
+            return min(config.stop, self.value + config.by)
+        return max(config.stop, self.value - config.by)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "seen": self._seen}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.value, self._seen = float(state["value"]), [float(v) for v in state["seen"]]

@@ -39,7 +39,7 @@ from ludus.observe import (
 from ludus.rewards.scores import trainable
 from ludus.training.config.recipe import PER_SET, Recipe
 from ludus.training.config.rl import BrokenConfig, OverlongConfig, RolloutSettings
-from ludus.training.data.task_sampler import TaskSet
+from ludus.training.data.tasks import TaskSet
 
 OVERLONG, BROKEN = "overlong", "broken"
 """The parts of the reward that hold the penalties."""

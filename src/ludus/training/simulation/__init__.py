@@ -1,1 +1,0 @@
-"""Simulation of asynchronous training on more GPUs (`ludus simulate`)."""
