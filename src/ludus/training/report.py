@@ -104,25 +104,22 @@ def write_diagnosis(run: RunFolder, when: str, episodes: Sequence[Trajectory]) -
 
 def _plateaus(run: RunFolder, recipe: Recipe) -> list[str]:
     """Text on the trend of tool use, for each stage that follows it."""
-    start, found = 0, []
-    for config in recipe.stages:
-        end = start + config.total_steps
-        if isinstance(config, RLConfig) and config.plateau is not None:
-            found.append(plateau_report(run.metrics(), config.plateau, start, end))
-        start = end
-    return found
+    return [
+        plateau_report(run.metrics(), config.plateau, start, end)
+        for config, start, end in recipe.stage_spans
+        if isinstance(config, RLConfig) and config.plateau is not None
+    ]
 
 
 def stage_of(step: int, recipe: Recipe) -> str:
     """Where in the recipe a step stands, in words."""
-    start, before = 0, "at the start"
-    for number, config in enumerate(recipe.stages):
-        name, steps = _name(number, recipe), config.total_steps
+    before = "at the start"
+    for number, (_, start, end) in enumerate(recipe.stage_spans):
         if step == start:
             return before
-        if step < start + steps:
-            return f"after {step - start} steps of {name}"
-        start, before = start + steps, f"after {name}"
+        if step < end:
+            return f"after {step - start} steps of {_name(number, recipe)}"
+        before = f"after {_name(number, recipe)}"
     return before
 
 
@@ -157,15 +154,13 @@ def _held_out(measured: Collection[Mapping[str, float]], recipe: Recipe) -> Repo
 
 def _losses(run: RunFolder, recipe: Recipe) -> ReportTable:
     """The stages whose steps tell a loss that falls while they learn; RL's does not."""
-    rows, start = run.metrics(), 0
+    rows = run.metrics()
     found: list[list[Cell]] = []
-    for number, config in enumerate(recipe.stages):
-        end = start + config.total_steps
+    for number, (config, start, end) in enumerate(recipe.stage_spans):
         own = [row for row in rows if start < row["step"] <= end]
         losses = [row[name] for row in own for name in LOSSES if row.get(name) is not None]
         if losses:
             found.append([_name(number, recipe), config.total_steps, losses[0], losses[-1]])
-        start = end
     return ReportTable(("stage", "steps", "loss at first", "loss at the end"), found)
 
 
@@ -254,8 +249,8 @@ def _passes(run: RunFolder) -> list[ReportTable]:
 def _samples(run: RunFolder, recipe: Recipe) -> list[tuple[str, Trajectory]]:
     """Two episodes of one task, before and after RL or the whole run; a task that was learned, if any."""
     steps = sorted(file.step for file in run.trajectory_files() if file.split == "eval")
-    number = next((n for n, one in enumerate(recipe.stages) if isinstance(one, RLConfig)), None)
-    first = sum(one.total_steps for one in recipe.stages[:number]) if number is not None else 0
+    rl = next((start for one, start, _ in recipe.stage_spans if isinstance(one, RLConfig)), None)
+    first = rl or 0
     if first not in steps or steps[-1] == first:
         return []
     before, after = (run.trajectories(step, "eval") for step in (first, steps[-1]))
@@ -267,7 +262,7 @@ def _samples(run: RunFolder, recipe: Recipe) -> list[tuple[str, Trajectory]]:
     if not pairs:
         return []
     old, new = (learned or pairs)[0]
-    what = "RL" if number is not None else "training"
+    what = "RL" if rl is not None else "training"
     return [(f"before {what}", old), (f"after {what}", new)]
 
 

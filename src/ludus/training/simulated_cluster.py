@@ -219,14 +219,6 @@ class SimulatedPlayer:
             self._arrived.put_nowait(failed)
         self._expect_death(engine)
 
-    def pause(self) -> None:
-        for engine in self.engines:
-            engine.pause()
-
-    def resume(self) -> None:
-        for engine in self.engines:
-            engine.resume()
-
     async def outcome(self) -> PlayedGroup:
         return await self._arrived.get()
 
@@ -234,10 +226,12 @@ class SimulatedPlayer:
         return [self._arrived.get_nowait() for _ in range(self._arrived.qsize())]
 
     async def hold(self) -> None:
-        self.pause()
+        for engine in self.engines:
+            engine.pause()
 
     def release(self) -> None:
-        self.resume()
+        for engine in self.engines:
+            engine.resume()
 
     def describe(self, ordinal: int) -> str:
         return f"group {ordinal}"

@@ -113,9 +113,9 @@ async def _run(config: SimulationConfig) -> SimulatedRun:
         seconds = config.update_seconds(tokens[-1])
         if config.trainers:
             await asyncio.sleep(seconds)
-        player.pause()
+        await player.hold()
         await asyncio.sleep(config.sync_seconds + (0.0 if config.trainers else seconds))
-        player.resume()
+        player.release()
         training += seconds
         ends.append(clock())
         rollouts.trained(batch)

@@ -201,6 +201,12 @@ class Recipe(Config):
             for number, stage in enumerate(self.stages)
         ]
 
+    @property
+    def stage_spans(self) -> list[tuple[StageConfig, int, int]]:
+        """The stages, each with the number of steps that are done before it and at its end."""
+        ends = list(accumulate((stage.total_steps for stage in self.stages), initial=0))
+        return list(zip(self.stages, ends, ends[1:], strict=False))
+
     def with_stages(self, stages: Iterable[StageConfig]) -> Recipe:
         """The recipe with these stages, of the same kinds, in place of its own, under the same keys."""
         if self.stage:
@@ -253,8 +259,7 @@ def _not_finite(value: Any, where: str) -> Iterator[tuple[str, float]]:
 
 def stage_ends(recipe: Recipe, *, learning: bool = True) -> set[int]:
     """The steps with which the stages end that learn, or (`learning=False`) that do not."""
-    ends = accumulate(stage.total_steps for stage in recipe.stages)
-    return {end for end, stage in zip(ends, recipe.stages, strict=True) if stage.learns == learning}
+    return {end for stage, _, end in recipe.stage_spans if stage.learns == learning}
 
 
 # Defaults that depend on the model: decided and printed when a run begins. A learning rate that suits a model

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Literal, get_args
 
 import torch
@@ -288,15 +287,14 @@ def open_recording(recipe: Recipe) -> Recording | None:
     run = RunFolder(recipe.run.replay)
     if not run.is_run:
         raise ConfigError(f"run.replay: {recipe.run.replay} is not a run")
-    ends = list(accumulate(stage.total_steps for stage in recipe.stages))
-    for (where, stage), end in zip(recipe.named_stages, ends, strict=True):
+    for (where, _), (stage, start, end) in zip(recipe.named_stages, recipe.stage_spans, strict=True):
         if stage.learns and stage.needs_tasks and stage.kind != "rl":
             raise ConfigError(
                 f"{where} plays (kind {stage.kind!r}), and only the groups of RL are recorded to be replayed"
             )
         if stage.kind != "rl":
             continue
-        steps = range(end - stage.total_steps + 1, end + 1)
+        steps = range(start + 1, end + 1)
         missing = [step for step in steps if not run.trajectory_path(step).is_file()]
         if missing:
             raise ConfigError(

@@ -135,7 +135,6 @@ class EvalModel:
     name: str | None
     tokenizer: str | None = None
     remote: RemoteOptions = field(default_factory=RemoteOptions)
-    key: str | None = field(default=None, repr=False)
 
     @property
     def is_remote(self) -> bool:
@@ -194,7 +193,6 @@ class EvalModel:
         engine = RemoteEngine(
             self.name,
             tokenizer,
-            key=self.key,
             options=self.remote,
             write_calls=format.render_action,
         )
@@ -215,7 +213,6 @@ async def find_model(
     *,
     tokenizer: str | None = None,
     remote: RemoteOptions | None = None,
-    key: str | None = None,
 ) -> EvalModel:
     """The model that a user names.
 
@@ -225,8 +222,8 @@ async def find_model(
         return EvalModel(recipe.model.name or f"{recipe.name} (from scratch)", None)
     if is_address(model):
         parsed = Address.parse(model)
-        address = str(parsed if parsed.model else await _only_model(parsed, key))
-        return EvalModel(address, address, tokenizer, remote or RemoteOptions(), key)
+        address = str(parsed if parsed.model else await _only_model(parsed))
+        return EvalModel(address, address, tokenizer, remote or RemoteOptions())
     run = RunFolder(model)
     if not run.is_run:
         return EvalModel(model, model)
@@ -236,8 +233,8 @@ async def find_model(
     return EvalModel(f"{model}, step {latest.step}", str(latest.path))
 
 
-async def _only_model(address: Address, key: str | None) -> Address:
-    engine = RemoteEngine(address, TranscriptTokenizer(), key=key)
+async def _only_model(address: Address) -> Address:
+    engine = RemoteEngine(address, TranscriptTokenizer())
     try:
         await engine.check()
         return engine.address

@@ -120,9 +120,10 @@ class RLStage(Stage[RLConfig]):
     def _recorded(self, number: int) -> RolloutBatch:
         """The batch that the replayed run trained on in this step."""
         assert self.context.recording is not None
-        stages = self.context.recipe.stages[: int(self.folder.name)]
-        step = sum(stage.total_steps for stage in stages) + number + 1
-        return self.context.recording.batch(step, self.context.task_sets, self.config.rollouts)
+        _, start, _ = self.context.recipe.stage_spans[int(self.folder.name)]
+        return self.context.recording.batch(
+            start + number + 1, self.context.task_sets, self.config.rollouts
+        )
 
     def _check(self, played: RolloutBatch) -> None:
         check_failures([*played.groups, *played.dropped], self.context.recipe.max_failures)
