@@ -31,6 +31,8 @@ class Walk:
     files: set[str] = field(default_factory=set)
     edges: set[tuple[str, str]] = field(default_factory=set)
     recording: bool = False
+    until: str | None = None
+    """Recording ends when a function of this name is called."""
 
     @property
     def two_way(self) -> list[tuple[str, str]]:
@@ -43,6 +45,9 @@ class Walk:
     def profile(self, frame: FrameType, event: str, _: Any) -> None:
         if not self.recording or event != "call" or not frame.f_code.co_filename.startswith(_PREFIX):
             return
+        if frame.f_code.co_name == self.until:
+            self.recording = False
+            return
         here = frame.f_code.co_filename[len(_PREFIX) :]
         self.files.add(here)
         caller = frame.f_back
@@ -53,9 +58,9 @@ class Walk:
 
 
 @contextlib.contextmanager
-def traced(*, recording: bool = True) -> Iterator[Walk]:
+def traced(*, recording: bool = True, until: str | None = None) -> Iterator[Walk]:
     """Trace this thread and those that start meanwhile; `recording` may be switched on and off."""
-    walk = Walk(recording=recording)
+    walk = Walk(recording=recording, until=until)
     threading.setprofile(walk.profile)
     sys.setprofile(walk.profile)
     try:
@@ -70,15 +75,14 @@ def walks() -> dict[str, Walk]:
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder, "program.py")
         program.write_text(PROGRAM)
+        command = f"agent.loop={f'command: python {program}'!r}"
         return {
             "a whole step": _second_step(
                 "tickets", folder, "warm_start.steps=100", "warm_start.batch=16"
             ),
-            "a program's step": _second_step(
-                "ticket_agent",
-                folder,
-                "warm_start.steps=60",
-                f"agent.loop={f'command: python {program}'!r}",
+            "a program's step": _second_step("ticket_agent", folder, "warm_start.steps=60", command),
+            "a program's requests": _second_step(
+                "ticket_agent", folder, "warm_start.steps=60", command, until="policy_update"
             ),
             "a sandboxed call": asyncio.run(_sandboxed_call()),
         }
@@ -95,21 +99,21 @@ urllib.request.urlopen(urllib.request.Request(address, json.dumps(body).encode()
 """
 
 
-def _second_step(name: str, folder: str, *overrides: str) -> Walk:
+def _second_step(name: str, folder: str, *overrides: str, until: str | None = None) -> Walk:
     """From a task to new weights in the engine: the second step of RL, in which tools are called."""
     import ludus
     from ludus.training.config.recipe import load_recipe
 
     small = [
         "threads=1",
-        f"run.folder={folder + os.sep + name!r}",
+        f"run.folder={folder + os.sep + name + (until or '')!r}",
         "rl.steps=3",
         "rl.tasks=4",
         "rl.attempts=4",
     ]
     small += ["evaluation.tasks=1", "rl.optimizer.learning_rate=1e-4", *overrides]
     recipe = load_recipe(ROOT / "recipes" / f"{name}.toml", small)
-    with traced(recording=False) as walk:
+    with traced(recording=False, until=until) as walk:
 
         def on_step(phase: str, step: int, total: int, metrics: dict[str, float]) -> None:
             walk.recording = phase.endswith("RL") and step == 1
