@@ -38,7 +38,7 @@ from ludus.training import (
     policy_rows,
     policy_update,
 )
-from ludus.training.config.model import ModelConfig
+from ludus.training.config.run import ModelConfig
 from ludus.training.optim.learner import frozen
 
 GROUPS, ATTEMPTS, MICRO_BATCH = 2, 4, 512

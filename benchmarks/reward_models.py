@@ -34,7 +34,7 @@ from ludus.core import Message
 from ludus.core.generation import Sampling
 from ludus.engine import EmbeddedEngine, EngineConfig
 from ludus.observe import table_markdown
-from ludus.training.config.model import ModelConfig
+from ludus.training.config.run import ModelConfig
 from ludus.training.data.conversations import Preference, ScoredSteps
 from ludus.training.models.loading import load_model
 from ludus.training.reward_models import RewardModelConfig, fit_reward_model, load_reward_model

@@ -161,7 +161,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(project: Path, staleness: int) -> No
 
 INTERRUPTED = """
 import os, signal
-import ludus.observe.tables as tables
+import ludus.observe.report as tables
 import ludus.training.api as api
 from ludus.cli.main import run
 

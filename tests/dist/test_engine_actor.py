@@ -20,11 +20,10 @@ sys.path.append(str(Path(__file__).parent.parent / "engine"))
 from engine_models import make
 from local_replica import TrainedModel
 
-from ludus.dist import engines
-from ludus.dist.engines import EngineActor
+from ludus.dist import placement
+from ludus.dist.placement import EngineActor
 from ludus.engine import EmbeddedEngine, EngineConfig
-from ludus.engine.replicas import served
-from ludus.engine.replicas.served import pack_tokens, unpack_logprobs
+from ludus.engine.replicas.process import pack_tokens, unpack_logprobs
 from ludus.engine.replicas.weights import WEIGHTS
 
 SHARED = Path("/dev/shm")
@@ -64,7 +63,7 @@ async def test_an_engine_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.Mo
     model.learn(1)
     model.write(tmp_path / "model")
     # where names in files are not the module's own, new weights go through a folder, too
-    monkeypatch.setattr(engines, "copy_into", lambda model, weights: False)
+    monkeypatch.setattr(placement, "copy_into", lambda model, weights: False)
     weights = np.fromfile(tmp_path / "model" / WEIGHTS, np.uint8)
     assert "error" not in await actor.load_weights(weights, 4)
     assert not list(scratch.iterdir()) and not left(scratch, before)
@@ -99,7 +98,7 @@ def start_and_load_for_ever(scratch: Path, loads: Connection, *model: Any) -> No
 
     tempfile.tempdir = str(scratch)
     actor = EngineActor(list(sys.path), ".", "run", "engine", 0)
-    with patch.object(served, "load_model", load):
+    with patch.object(replica_process, "load_model", load):
         asyncio.run(actor.start(HEAD, *model))
 
 

@@ -290,7 +290,7 @@ def test_what_others_have_hung_onto_a_layer_is_called(where: str) -> None:
 def test_sums_in_parts_give_the_gradient_of_the_whole(
     monkeypatch: pytest.MonkeyPatch, operations: None
 ) -> None:
-    low_rank = pytest.importorskip("ludus.kernels.triton_lora")
+    low_rank = pytest.importorskip("ludus.kernels.triton_layers")
     monkeypatch.setattr(low_rank, "_DEPTH", 16)
     monkeypatch.setattr(low_rank, "_CHUNK", 16)
     assert_same(adapted())

@@ -14,12 +14,10 @@ from ludus.kernels import (  # noqa: E402
     attention,
     layers,
     logprobs,
-    lora,
     triton_adamw,
     triton_attention,
     triton_layers,
     triton_logprobs,
-    triton_lora,
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -218,7 +216,7 @@ def test_adapters_add_to_their_columns_alone(tokens, depth, rank, columns, kind)
     up = randn(sum(count for _, count in columns), rank, seed=2)
     start = randn(tokens, width, seed=3).to(kind)
     out = start.clone()
-    inner = triton_lora.add(out, x, down, up, columns, 0.3)
+    inner = triton_layers.low_rank_add(out, x, down, up, columns, 0.3)
     exact = x.double() @ down.double().t()
     close(inner.sum(0).double(), exact, 1e-3 if kind == torch.bfloat16 else 1e-5)
     expected, row = start.double(), 0
@@ -234,10 +232,10 @@ def test_adapters_add_to_their_columns_alone(tokens, depth, rank, columns, kind)
     assert torch.equal(out[:, untouched], start[:, untouched])
     strided = torch.stack([x, x], dim=2)[:, :, 0]
     again = start.clone()
-    triton_lora.add(again, strided, down, up, columns, 0.3)
+    triton_layers.low_rank_add(again, strided, down, up, columns, 0.3)
     assert torch.equal(again, out)
     twin = start.clone()
-    lora.low_rank_add_reference(twin, x, down, up, columns, 0.3)
+    layers.low_rank_add_reference(twin, x, down, up, columns, 0.3)
     close(twin.double(), expected, 3e-3 if kind == torch.bfloat16 else 1e-5)
 
 
@@ -249,13 +247,13 @@ def test_an_adapter_that_is_no_number_is_not_taken_for_none(which, bits):
     factors[which].view(torch.int32).fill_(bits)
     out = torch.zeros(5, 32, dtype=torch.bfloat16, device=DEVICE)
     x = randn(5, 64).bfloat16()
-    triton_lora.add(out, x, factors["down"], factors["up"], ((0, 32),), 1.0)
+    triton_layers.low_rank_add(out, x, factors["down"], factors["up"], ((0, 32),), 1.0)
     assert out.isnan().all()
 
 
 def test_kernels_for_adapters_that_are_wrong_are_found_out(monkeypatch, caplog):
-    monkeypatch.setattr(lora, "unavailable", lambda device: None)
-    device, real = torch.device(DEVICE), triton_lora.add
+    monkeypatch.setattr(layers, "unavailable", lambda device: None)
+    device, real = torch.device(DEVICE), triton_layers.low_rank_add
 
     def wrong(out, *given):
         inner = real(out, *given)
@@ -268,26 +266,26 @@ def test_kernels_for_adapters_that_are_wrong_are_found_out(monkeypatch, caplog):
     def crowded(*given):
         raise torch.OutOfMemoryError("no room")
 
-    lora.low_rank_unusable.cache_clear()
-    monkeypatch.setattr(triton_lora, "add", crowded)
+    layers.low_rank_unusable.cache_clear()
+    monkeypatch.setattr(triton_layers, "low_rank_add", crowded)
     with pytest.raises(torch.OutOfMemoryError):  # which says nothing about the kernel
-        lora.low_rank_unusable(device)
+        layers.low_rank_unusable(device)
     for kernel, is_distrusted in ((real, False), (wrong, True), (broken, True)):
-        lora.low_rank_unusable.cache_clear()
-        monkeypatch.setattr(triton_lora, "add", kernel)
-        assert lora.low_rank_unusable(device) is is_distrusted
-    lora.low_rank_unusable.cache_clear()
+        layers.low_rank_unusable.cache_clear()
+        monkeypatch.setattr(triton_layers, "low_rank_add", kernel)
+        assert layers.low_rank_unusable(device) is is_distrusted
+    layers.low_rank_unusable.cache_clear()
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2 and "other numbers" in said[0] and "no such instruction" in said[1]
 
 
 def test_sums_are_split_for_few_tokens_only(monkeypatch):
-    monkeypatch.setattr(triton_lora, "_ENOUGH", 8)
+    monkeypatch.setattr(triton_layers, "_ENOUGH", 8)
     down, up = randn(4, 1024), randn(32, 4)
     parts = {}
     for tokens in (0, 2, 300):
         out, x = randn(tokens, 32), randn(tokens, 1024)
-        parts[tokens] = len(triton_lora.add(out, x, down, up, [(0, 32)], 1.0))
+        parts[tokens] = len(triton_layers.low_rank_add(out, x, down, up, [(0, 32)], 1.0))
     assert parts[2] > 1
     assert parts[300] == 1
 

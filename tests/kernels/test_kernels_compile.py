@@ -14,7 +14,7 @@ PROGRAM = """
 import sys, triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from ludus.kernels import triton_adamw, triton_attention, triton_logprobs, triton_lora
+from ludus.kernels import triton_adamw, triton_attention, triton_layers, triton_logprobs
 
 def text(kernel, kinds, constants, capability):
     names = {name: "constexpr" if name in constants else kinds[name] for name in kernel.arg_names}
@@ -46,10 +46,10 @@ for capability in (80, 90):
     text(triton_logprobs._kept_gradient, kinds, {"BLOCK": 4096}, capability)
     for precision in ("ieee", "tf32"):
         small = {"TOKENS": 16, "DEPTH": 64, "PRECISION": precision}
-        text(triton_lora._inner, kinds, {**small, "RANKS": 64}, capability)
+        text(triton_layers._lora_inner, kinds, {**small, "RANKS": 64}, capability)
         for single in ({}, {"parts": 1}):
             adding = {**small, "DEPTH": 16, "COLUMNS": 64, "ADAPTERS": 3, **single}
-            text(triton_lora._add, kinds, adding, capability)
+            text(triton_layers._lora_add, kinds, adding, capability)
     assert "ld.global.v4" in ptx and "st.global.v4" in ptx, "memory is not read in pieces of 16 bytes"
 """
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from ludus.observe import atomic_directory, atomic_file, atomic_write, checkpoint_problems
-from ludus.observe.checkpoints import (
+from ludus.observe.files import clean_leftovers, remove_directory
+from ludus.observe.run_folder import (
     list_checkpoints,
     new_checkpoint,
     remove_checkpoints_after,
 )
-from ludus.observe.files import clean_leftovers, remove_directory
 
 
 def names(folder: Path) -> list[str]:
@@ -138,7 +138,7 @@ KILLED_WRITERS = """
 import os, random, signal, sys, time
 from pathlib import Path
 from ludus.observe import checkpoint_problems
-from ludus.observe.checkpoints import list_checkpoints, new_checkpoint
+from ludus.observe.run_folder import list_checkpoints, new_checkpoint
 from ludus.observe.files import remove_directory
 
 folder, rounds = Path(sys.argv[1]), int(sys.argv[2])

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from ludus.kernels.device import GpuMonitor
 from ludus.observe import definition_of
-from ludus.observe.gpu import GpuMonitor
 
 SOURCE = r"""
 static int devices[4] = {0, 1, 2, 3};

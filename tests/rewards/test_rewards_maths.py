@@ -16,8 +16,7 @@ import pytest
 from ludus.core import InfraError, MissingExtraError
 from ludus.remote.processes import ProcessExecutor
 from ludus.rewards import Scorer, maths
-from ludus.rewards.resource_limited import LimitExceeded, limited, run_limited
-from ludus.rewards.text_rewards import delimited
+from ludus.rewards.text_rewards import LimitExceeded, delimited, limited, run_limited
 
 
 @pytest.mark.parametrize(
@@ -62,7 +61,7 @@ async def test_hostile_answers_are_wrong_answers(hostile):
 
 async def test_a_cold_workers_imports_are_not_the_answers(monkeypatch):
     """0.2 s suffice for any of these answers; importing sympy alone takes more, on a machine that is idle."""
-    monkeypatch.setattr("ludus.rewards.resource_limited._workers", cache(lambda _: ProcessExecutor(1)))
+    monkeypatch.setattr("ludus.rewards.text_rewards._workers", cache(lambda _: ProcessExecutor(1)))
     assert await maths.using(cpu_seconds=0.2)("1/2", "0.5") == 1.0
     assert (
         await maths.using(cpu_seconds=0.2)("(" * 5000, "5") == 0.0

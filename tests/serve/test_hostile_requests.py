@@ -20,7 +20,7 @@ from ludus.engine import EmbeddedEngine, EngineConfig
 from ludus.serve.model import CheckpointService, ModelServer
 from ludus.serve.model.requests import MOST_MESSAGES, MOST_TOOL_BYTES, MOST_TOOLS
 from ludus.training import fit_tokenizer
-from ludus.training.config.model import ScratchConfig
+from ludus.training.config.run import ScratchConfig
 from ludus.training.models.scratch import scratch_model
 
 DIGITS = "1" + "0" * 400

@@ -22,7 +22,7 @@ from ludus.serve.model.anthropic import ANTHROPIC
 from ludus.serve.model.chat import CHAT
 from ludus.serve.model.requests import Dialect
 from ludus.training import fit_tokenizer
-from ludus.training.config.model import ScratchConfig
+from ludus.training.config.run import ScratchConfig
 from ludus.training.models.scratch import scratch_model
 
 

@@ -26,7 +26,7 @@ from ludus.rollouts.recorder import Budgets, Recorder
 from ludus.serve.model import EpisodeService, EpisodeSession, ModelServer, streams
 from ludus.serve.service import ServerConfig
 from ludus.training import fit_tokenizer
-from ludus.training.config.model import ScratchConfig
+from ludus.training.config.run import ScratchConfig
 from ludus.training.models.scratch import scratch_model
 
 APIS = ("chat", "responses", "messages")

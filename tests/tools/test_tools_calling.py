@@ -29,9 +29,9 @@ from ludus.core import (
     ToolFault,
     ToolResult,
 )
-from ludus.core.user_code import reset_error_counts
 from ludus.remote.threads import shared_threads
 from ludus.tools import Tool, tool
+from ludus.tools.calling import forget_errors
 from ludus.tools.tool import Limiter
 
 CONTEXT = ToolContext("episode", Task.of("go"))
@@ -433,7 +433,7 @@ PRICES = {"tea": 2}
 
 @pytest.fixture
 def shown(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    reset_error_counts()
+    forget_errors()
     return caplog
 
 
@@ -539,7 +539,7 @@ async def test_the_package_of_a_tool_is_user_code_wherever_it_is(
     with pytest.raises(InfraError, match=r"NameError: .*tools.py:6 in price") as raised:
         await call(module["price"], item="tea")
     assert Failure.of(raised.value, Boundary.AGENT).kind == "NameError"
-    reset_error_counts()
+    forget_errors()
     assert (await call(module["stock"], item="tea")).fault is Fault.TOOL_RAISED
     assert re.search(r"AttributeError: .*tools.py:9 in stock", caplog.text), "told with its place"
     assert (await call(module["look_up"], item="cake")).fault is Fault.TOOL_RAISED

@@ -252,7 +252,7 @@ def _engines_of(folder: Path) -> list[str]:
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            is_engine = b"ludus.engine.replicas.served" in (path / "cmdline").read_bytes()
+            is_engine = b"ludus.engine.replicas.process" in (path / "cmdline").read_bytes()
             if is_engine and str(folder).encode() in (path / "environ").read_bytes():
                 found.append(path.name)
     return found

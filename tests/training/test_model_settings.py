@@ -14,7 +14,7 @@ from ludus import train
 from ludus.chat.tokenizers import CHATML
 from ludus.core import ConfigError
 from ludus.observe import RunFolder
-from ludus.training.config.model import ModelConfig, ScratchConfig
+from ludus.training.config.run import ModelConfig, ScratchConfig
 from ludus.training.models.loading import load_model
 
 THINKING = "{% if not enable_thinking | default(true) %}{{ '(no thoughts)' }}{% endif %}"

@@ -26,15 +26,15 @@ from torch._C._distributed_c10d import FileStore, Store, TCPStore
 from called_ranks import CalledRanks, CallProgram, called_ranks
 from ludus.core import ConfigError, LudusError
 from ludus.training.config.run import ClusterConfig
+from ludus.training.ranks import program as served_rank
 from ludus.training.ranks import wire as rank_store
-from ludus.training.ranks import worker as served_rank
 from ludus.training.ranks.processes import RankError, RankProcess, start_ranks
+from ludus.training.ranks.program import spawn_rank
 from ludus.training.ranks.wire import KEY, STORE, SignedStore, StrangerError, join_store
-from ludus.training.ranks.worker import spawn_rank
 
 pytestmark = pytest.mark.timeout(200)
 HERE = Path(__file__).parent
-SERVE = "from ludus.training.ranks.worker import serve_rank; serve_rank()"
+SERVE = "from ludus.training.ranks.program import serve_rank; serve_rank()"
 Started = Callable[..., "subprocess.Popen[str]"]
 
 

@@ -30,7 +30,7 @@ from ludus.training import (
     RolloutBatch,
     micro_batches,
 )
-from ludus.training.config.model import LoraConfig
+from ludus.training.config.run import LoraConfig
 from ludus.training.data.micro_batches import micro_batches_of
 from ludus.training.models.lora import add_adapter
 from ludus.training.models.references import AdapterReference, sync_reference

@@ -17,7 +17,7 @@ from ludus.tools import as_toolset
 from ludus.tools.versions import tool_versions
 from ludus.training import Recipe, RolloutBatch
 from ludus.training.config.rl import ReplayBufferConfig, RolloutSettings
-from ludus.training.data.replay_buffer import ReplayBuffer
+from ludus.training.data.rollout_batch import ReplayBuffer
 from ludus.training.data.tasks import TaskSet
 from ludus.worlds.safe import Safe
 

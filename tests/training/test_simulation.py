@@ -9,8 +9,7 @@ import pytest
 
 from ludus.core import ConfigError
 from ludus.training.controller import StalledError
-from ludus.training.simulated_cluster import SimulationConfig
-from ludus.training.simulation import run_virtually, simulate, simulation_table
+from ludus.training.simulation import SimulationConfig, run_virtually, simulate, simulation_table
 
 STEADY = {
     "tasks": 2, "attempts": 2, "steps": 3, "turns": [2, 2], "turn_tokens": 50, "tool_sigma": 0.0,

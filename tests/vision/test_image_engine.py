@@ -22,7 +22,7 @@ from ludus.model import use_ludus_attention
 from ludus.model.image_files import decode_image
 from ludus.model.images import virtual_ids, with_virtual_ids
 from ludus.training import load_model
-from ludus.training.config.model import ModelConfig
+from ludus.training.config.run import ModelConfig
 
 GREEDY = Sampling(max_tokens=6, temperature=0.0)
 SAVERS = {"llava": save_llava, "idefics3": save_idefics3}

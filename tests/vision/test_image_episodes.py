@@ -29,7 +29,7 @@ from ludus.rollouts.message_tree import MessageTree
 from ludus.rollouts.recorder import Budgets, Recorder
 from ludus.tools import LocalTools
 from ludus.training import Batch, load_model
-from ludus.training.config.model import ModelConfig
+from ludus.training.config.run import ModelConfig
 from ludus.training.data.conversations import trajectory_of
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'

@@ -27,7 +27,7 @@ from ludus.model.images import vision_parameters
 from ludus.model.probes import check_images
 from ludus.training import load_model
 from ludus.training.checkpoint import save_model
-from ludus.training.config.model import ModelConfig, ScratchConfig
+from ludus.training.config.run import ModelConfig, ScratchConfig
 
 
 def load(folder: Path, **more: Any) -> tuple[Any, Any]:

@@ -18,7 +18,7 @@ from ludus.chat import Renderer, load_format
 from ludus.core.messages import Media, Message
 from ludus.model import use_ludus_attention
 from ludus.training import Batch, load_model, logprobs_of
-from ludus.training.config.model import ModelConfig
+from ludus.training.config.run import ModelConfig
 from ludus.training.data.conversations import trajectory_of
 from ludus.training.reward_models import RewardModelConfig, fit_reward_model, load_reward_model
 

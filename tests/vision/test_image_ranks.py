@@ -28,7 +28,7 @@ from ludus.core.trajectory import TokenSequence, Trajectory
 from ludus.model import use_ludus_attention
 from ludus.model.images import vision_parameters
 from ludus.training import Critic, CriticConfig, PreferenceConfig, RLConfig, RolloutBatch, load_model
-from ludus.training.config.model import ModelConfig
+from ludus.training.config.run import ModelConfig
 from ludus.training.models.references import AdapterReference, sync_reference
 from ludus.training.optim.critic import ValueModel
 from ludus.training.optim.learner import frozen

@@ -29,8 +29,8 @@ from ludus.engine.replicas import (
     ReplicaSettings,
     ReplicatedEngine,
 )
-from ludus.engine.replicas.process import RequestedReplica
-from ludus.engine.replicas.served import (
+from ludus.engine.replicas.process import (
+    RequestedReplica,
     ServedEngine,
     pack_images,
     pack_tokens,
@@ -39,7 +39,7 @@ from ludus.engine.replicas.served import (
 )
 from ludus.model import context_limit, images_of, use_ludus_attention, vocabulary_size
 from ludus.training import load_model
-from ludus.training.config.model import ModelConfig
+from ludus.training.config.run import ModelConfig
 from ludus.training.placement import PolicyWeights
 from ludus.training.ranks.program import Ranks
 

@@ -31,7 +31,7 @@ from ludus.rollouts.message_tree import MessageTree
 from ludus.rollouts.recorder import Budgets, Recorder
 from ludus.serve.model import CheckpointService, EpisodeService, EpisodeSession, ModelServer
 from ludus.training import Batch, load_model
-from ludus.training.config.model import ModelConfig
+from ludus.training.config.run import ModelConfig
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ from ludus.training import (
     logprobs_of,
     micro_batches,
 )
-from ludus.training.config.model import ModelConfig
+from ludus.training.config.run import ModelConfig
 from ludus.training.data import micro_batches as prefixes
 from ludus.training.optim.logprobs import action_logprobs
 

@@ -15,9 +15,12 @@ if TYPE_CHECKING:
     from ludus.algos.advantage_inputs import (
         AdvantageInputs,
         Advantages,
+        Attempt,
         Estimator,
         Need,
+        TurnTokens,
         action_span,
+        inputs_from,
         needs,
         needs_of,
         token_rewards,
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     )
     from ludus.algos.advantages import (
         dr_grpo,
+        gae,
         gigpo,
         grpo,
         reinforce,
@@ -32,8 +36,8 @@ if TYPE_CHECKING:
         reinforce_pp_baseline,
         rloo,
         turn_grpo,
+        value_loss,
     )
-    from ludus.algos.critic_advantages import gae, value_loss
     from ludus.algos.losses import (
         Aggregation,
         Correction,
@@ -61,7 +65,6 @@ if TYPE_CHECKING:
         truncated_importance,
         with_regularization,
     )
-    from ludus.algos.plain_lists import Attempt, TurnTokens, inputs_from
     from ludus.algos.registry import (
         AGGREGATIONS,
         CORRECTIONS,

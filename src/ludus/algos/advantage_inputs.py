@@ -19,8 +19,8 @@ several rows (a rewritten history, a sub-agent), they are therefore read as one 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -40,6 +40,13 @@ NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 """0 or above."""
 Count = Annotated[int, Field(ge=1)]
 """A whole number from 1."""
+
+EPSILON = 1e-6
+"""Added to a deviation that divides."""
+TINY = 1e-8
+"""Added to the deviation of a batch, which is hardly ever small."""
+NOISE = 1e-6
+"""Differences up to this are rounding, such as the divergence of a policy from itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +196,6 @@ def required(tensor: Tensor | None, name: str) -> Tensor:
 # An owner is whatever a number belongs to: a group, a task set, a trajectory. Owners are whole numbers from 0,
 # in any order; the standard deviation of a single number is 0.
 
-EPSILON = 1e-6
-"""Added to a deviation that divides."""
-
 
 def owners(owner_S: Tensor) -> int:
     """How many there are."""
@@ -308,11 +312,6 @@ def _last(owner_T: Tensor, count: int, chosen_T: Tensor) -> Tensor:
 
 # Whitening: normalisation over all trained tokens of a batch, task set by task set.
 
-TINY = 1e-8
-"""Added to the deviation of a batch, which is hardly ever small."""
-NOISE = 1e-6
-"""Differences up to this are rounding, such as the divergence of a policy from itself."""
-
 
 def whitened(values_T: Tensor, inputs: AdvantageInputs) -> Tensor:
     """(x - mean) / (deviation + 1e-8) over the tokens that the loss applies to; 0 elsewhere.
@@ -327,3 +326,83 @@ def whitened(values_T: Tensor, inputs: AdvantageInputs) -> Tensor:
     has_signal_A = sum_within(differs_A, set_A)[set_A] > 0
     whitened_A = standardized(values_A, set_A, TINY) * has_signal_A
     return torch.zeros_like(values_T).index_copy(0, chosen, whitened_A)
+
+
+# Batches from plain lists: for tests, examples and experiments without a trainer
+
+
+@dataclass(frozen=True, slots=True)
+class TurnTokens:
+    """The token counts of one turn, and its reward, which is part of the episode's total."""
+
+    action: int
+    observation: int = 0
+    reward: float = 0.0
+    anchor: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One episode: its total reward, its group, and how its tokens lie."""
+
+    reward: float
+    turns: Sequence[TurnTokens]
+    group: int = 0
+    prompt: int = 1
+    """Tokens before the first turn."""
+    truncated: bool = False
+    set: int = 0
+    values: Sequence[float] = field(default=())
+    """One for each token; left out where there is no critic."""
+    penalties: Sequence[float] = field(default=())
+    """One for each token; left out where there are none."""
+
+    @property
+    def turn_of_token(self) -> list[int]:
+        """The turn of each action token, counted within the attempt; -1 for prompt and observation tokens."""
+        tokens, number = [-1] * self.prompt, 0
+        for turn in self.turns:
+            tokens += [number] * turn.action + [-1] * turn.observation
+            number += bool(turn.action)
+        return tokens
+
+    @property
+    def acted(self) -> list[TurnTokens]:
+        """The turns that have action tokens; the rewards of the others land on the last token."""
+        return [turn for turn in self.turns if turn.action]
+
+
+def inputs_from(attempts: Sequence[Attempt], dtype: torch.dtype = torch.float64) -> AdvantageInputs:
+    """These attempts as a batch, laid end to end in the order given."""
+    turns = [(number, turn) for number, attempt in enumerate(attempts) for turn in attempt.acted]
+    tokens: list[tuple[int, int]] = []
+    first = 0
+    for number, attempt in enumerate(attempts):
+        tokens += [(number, t if t < 0 else t + first) for t in attempt.turn_of_token]
+        first += len(attempt.acted)
+
+    def whole(values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.long)
+
+    def real(values: Sequence[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype)
+
+    turn_T = whole([turn for _, turn in tokens])
+    has_values = not attempts or any(attempt.values for attempt in attempts)
+    has_penalties = any(attempt.penalties for attempt in attempts)
+    return AdvantageInputs(
+        rewards_N=real([attempt.reward for attempt in attempts]),
+        group_N=whole([attempt.group for attempt in attempts]),
+        trajectory_T=whole([number for number, _ in tokens]),
+        action_T=turn_T >= 0,
+        turn_T=turn_T,
+        trajectory_U=whole([number for number, _ in turns]),
+        rewards_U=real([turn.reward for _, turn in turns]),
+        anchor_U=whole([turn.anchor for _, turn in turns]),
+        truncated_N=torch.tensor([attempt.truncated for attempt in attempts], dtype=torch.bool),
+        values_T=real([v for attempt in attempts for v in attempt.values]) if has_values else None,
+        set_N=whole([attempt.set for attempt in attempts]),
+        penalty_T=real([p for attempt in attempts for p in attempt.penalties])
+        if has_penalties
+        else None,
+    )

@@ -37,7 +37,7 @@ ESTIMATORS = Registry(
         "reinforce": "ludus.algos.advantages:reinforce",
         "reinforce_pp": "ludus.algos.advantages:reinforce_pp",
         "reinforce_pp_baseline": "ludus.algos.advantages:reinforce_pp_baseline",
-        "gae": "ludus.algos.critic_advantages:gae",
+        "gae": "ludus.algos.advantages:gae",
         "turn_grpo": "ludus.algos.advantages:turn_grpo",
         "gigpo": "ludus.algos.advantages:gigpo",
         "tree_grpo": "ludus.algos.trees:tree_grpo",

@@ -44,7 +44,6 @@ _LIBRARIES = tuple(
 _MOST_CHARS = 500
 _MOST_TRACEBACK_CHARS = 6_000
 _MOST_PLACES = 1_000
-_FIRST_CALLS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +156,6 @@ def traceback_text(error: BaseException) -> str:
 
 _lock = threading.Lock()
 _counts: dict[tuple[str, str], int] = {}
-_fruitless: dict[str, list[str]] = {}
-"""Suspect errors of each tool in its first calls; none once it has returned."""
-_returned: set[str] = set()
 
 
 def log_once(log: logging.Logger, what: str, error: BaseException | UserError) -> None:
@@ -180,40 +176,10 @@ def log_once(log: logging.Logger, what: str, error: BaseException | UserError) -
         log.warning("%s raised %s, %d times so far", what, found, count)
 
 
-def count_tool_call(log: logging.Logger, tool: str, error: UserError | None) -> None:
-    """Count a tool's calls; warn of a tool that raises a suspect error in each of its first calls."""
-    with _lock:
-        if error is None:
-            _returned.add(tool)
-            _fruitless.pop(tool, None)
-        if error is None or tool in _returned or not error.is_suspect:
-            return
-        raised = _fruitless.setdefault(tool, [])
-        if len(raised) < 2 * _FIRST_CALLS:
-            raised.append(str(error))
-    if len(raised) == _FIRST_CALLS:
-        log.warning(
-            "the tool %r has raised in each of its first %d calls, and the model is charged with that: %s. "
-            "If it is a mistake in the tool, mend it; with @tool(on_error='failure') its errors are never the "
-            "model's",
-            tool,
-            _FIRST_CALLS,
-            error,
-        )
-
-
-def first_call_errors(tool: str) -> list[str]:
-    """Suspect errors of a tool in its first calls, if it has never returned."""
-    with _lock:
-        return list(_fruitless.get(tool, ()))
-
-
 def reset_error_counts() -> None:
-    """Show everything anew, as a new run does."""
+    """Show every traceback anew."""
     with _lock:
         _counts.clear()
-        _fruitless.clear()
-        _returned.clear()
 
 
 def pending_locations() -> list[str]:

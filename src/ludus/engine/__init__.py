@@ -13,10 +13,9 @@ from ludus.core.registry import lazy_exports
 if TYPE_CHECKING:
     from ludus.engine.config import ENGINES, EngineConfig, EngineSetup, EngineStats
     from ludus.engine.embedded.block_manager import BlockManager, BlockPool, BlockTable
-    from ludus.engine.embedded.callers import AdmissionQueue
     from ludus.engine.embedded.core import EngineCore
     from ludus.engine.embedded.engine import EmbeddedEngine
-    from ludus.engine.embedded.request import Request, StopChecker
+    from ludus.engine.embedded.request import AdmissionQueue, Request, StopChecker
     from ludus.engine.embedded.scheduler import Scheduler
     from ludus.engine.fake import FakeCall, FakeEngine
     from ludus.engine.replicas.weights import Canary, CanaryError

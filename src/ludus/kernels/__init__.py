@@ -17,7 +17,8 @@ from ludus.kernels.device import (
 )
 from ludus.kernels.layers import (
     add_rms_norm,
-    linear_float32,
+    low_rank_add,
+    low_rank_unusable,
     rms_norm,
     rotate,
     rotate_and_store,
@@ -25,13 +26,13 @@ from ludus.kernels.layers import (
 )
 from ludus.kernels.logprobs import (
     kept_gradient,
+    linear_float32,
     logit_gradient,
     sample_at_temperature,
     summarise_and_keep,
     summarise_logits,
     token_logprobs,
 )
-from ludus.kernels.lora import low_rank_add, low_rank_unusable
 
 __all__ = [
     "AdamwRule",

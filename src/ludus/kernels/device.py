@@ -1,14 +1,16 @@
-"""Where the compiled kernels can run, memory of devices, and copies between host and device."""
+"""Devices: where the compiled kernels can run, memory, copies between host and device, utilization."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +19,17 @@ from torch import Tensor
 
 _OLDEST = (8, 0)
 """Compute capability from which on bf16 matrix units exist."""
+
+_ALIGNMENT = 16
+_DTYPES = {
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.float64): torch.float64,
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.bool_): torch.bool,
+}
+LIBRARY = "libnvidia-ml.so.1"
+_GIB = 2**30
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -97,15 +110,6 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 
 Array = npt.NDArray[Any]
 
-_ALIGNMENT = 16
-_DTYPES = {
-    np.dtype(np.int64): torch.int64,
-    np.dtype(np.int32): torch.int32,
-    np.dtype(np.float64): torch.float64,
-    np.dtype(np.float32): torch.float32,
-    np.dtype(np.bool_): torch.bool,
-}
-
 
 def _offsets(sizes: Sequence[int]) -> list[int]:
     """Where pieces of these sizes begin in one buffer; the last number is its size."""
@@ -164,3 +168,103 @@ def arrays_to_device(arrays: Sequence[Array], device: torch.device) -> list[Tens
         there[start : start + array.nbytes].view(_DTYPES[array.dtype]).view(array.shape)
         for array, start in zip(arrays, offsets, strict=False)
     ]
+
+
+# Utilization of GPUs, from NVIDIA's management library (NVML). It comes with the driver and is called through
+# ctypes, so that no package is needed. Where it is not there, or says no, nothing is measured.
+
+
+class _Utilization(ctypes.Structure):
+    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = (
+        ("total", ctypes.c_ulonglong),
+        ("free", ctypes.c_ulonglong),
+        ("used", ctypes.c_ulonglong),
+    )
+
+
+class GpuMonitor:
+    """Samples the GPUs that this process may see, until it is closed."""
+
+    def __init__(self, library: Any, handles: list[ctypes.c_void_p], seconds: float) -> None:
+        self._library, self._handles = library, handles
+        self._lock = threading.Lock()
+        self._busy: list[float] = []
+        self._used = 0.0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=(seconds,), name="ludus-gpu-monitor", daemon=True
+        )
+        self._thread.start()
+
+    @classmethod
+    def start(
+        cls,
+        library: str = LIBRARY,
+        *,
+        seconds: float = 0.5,
+        variables: Mapping[str, str] = os.environ,
+    ) -> Self | None:
+        """A monitor of the GPUs in CUDA_VISIBLE_DEVICES, or of all; None where there are none to ask."""
+        try:
+            nvml = ctypes.CDLL(library)
+            if nvml.nvmlInit_v2():
+                return None
+            handles = _handles(nvml, variables.get("CUDA_VISIBLE_DEVICES"))
+        except (OSError, AttributeError):  # no driver, or one that knows nothing of this
+            return None
+        return cls(nvml, handles, seconds) if handles else None
+
+    def take(self) -> dict[str, float]:
+        """The metrics since the last time; nothing where nothing was sampled."""
+        with self._lock:
+            busy, self._busy = self._busy, []
+            used, self._used = self._used, 0.0
+        if not busy:
+            return {}
+        return {"gpu/utilisation": sum(busy) / len(busy), "gpu/memory_gb": used}
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._library.nvmlShutdown()
+
+    def _run(self, seconds: float) -> None:
+        while not self._ended.wait(seconds):
+            for handle in self._handles:
+                self._sample(handle)
+
+    def _sample(self, handle: ctypes.c_void_p) -> None:
+        busy, memory = _Utilization(), _Memory()
+        if self._library.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(busy)):
+            return
+        if self._library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)):
+            return
+        with self._lock:
+            self._busy.append(busy.gpu / 100)
+            self._used = max(self._used, memory.used / _GIB)
+
+
+def _handles(nvml: Any, visible: str | None) -> list[ctypes.c_void_p]:
+    """NVML handles of GPUs given by number or UUID, in CUDA's order; a wrong name ends the list."""
+    if visible is None:
+        count = ctypes.c_uint()
+        nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+        names = [str(number) for number in range(count.value)]
+    else:
+        names = [name.strip() for name in visible.split(",") if name.strip()]
+    found: list[ctypes.c_void_p] = []
+    for name in names:
+        handle = ctypes.c_void_p()
+        failed = (
+            nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(name)), ctypes.byref(handle))
+            if name.isdecimal()
+            else nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle))
+        )
+        if failed:
+            break
+        found.append(handle)
+    return found

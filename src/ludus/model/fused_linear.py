@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ludus.kernels import linear_float32, low_rank_add, low_rank_unusable
-from ludus.kernels.lora import Columns
+from ludus.kernels.layers import Columns
 
 
 def stacked_product(layers: Sequence[nn.Module], x_TD: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """The outputs of a run, and their display: metrics, episodes, checkpoints, reports."""
 
-from ludus.observe.audit import AuditLog, read_audit
-from ludus.observe.checkpoints import Checkpoint, checkpoint_problems
 from ludus.observe.console import SHOWN_METRICS, Progress, setup_logging
 from ludus.observe.diagnosis import Diagnosis, diagnose, explain_silence
 from ludus.observe.episode_rows import Opaque, dump_value, escape
@@ -38,13 +36,29 @@ from ludus.observe.metrics import (
     rollout_metrics,
     set_metrics,
 )
-from ludus.observe.report import LOSSES, episode_text, plot_curve, tree_text
+from ludus.observe.report import (
+    LOSSES,
+    Cell,
+    ReportTable,
+    Share,
+    episode_text,
+    estimate_json,
+    markdown_text,
+    plot_curve,
+    printable,
+    share_text,
+    tree_text,
+)
 from ludus.observe.run_folder import (
+    AuditLog,
+    Checkpoint,
     ResultFolder,
     RunFolder,
     SettingsFolder,
     TrajectoryFile,
+    checkpoint_problems,
     find_runs,
+    read_audit,
     recorded_in,
 )
 from ludus.observe.run_writer import RunWriter
@@ -57,15 +71,6 @@ from ludus.observe.statistics import (
     mean_interval,
     paired_test,
     pass_at_k,
-)
-from ludus.observe.tables import (
-    Cell,
-    ReportTable,
-    Share,
-    estimate_json,
-    markdown_text,
-    printable,
-    share_text,
 )
 
 __all__ = [

@@ -21,8 +21,8 @@ from rich.text import Text
 
 from ludus.observe.diagnosis import explain_silence
 from ludus.observe.metrics import combine, definition_of
+from ludus.observe.report import printable, share_text
 from ludus.observe.run_folder import RunFolder
-from ludus.observe.tables import printable, share_text
 
 _CONSOLE_LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
 

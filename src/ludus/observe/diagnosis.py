@@ -22,7 +22,7 @@ from enum import StrEnum
 from ludus.core.failures import Fault
 from ludus.core.generation import FinishReason
 from ludus.core.trajectory import Trajectory, is_success
-from ludus.observe.tables import Cell, ReportTable, Share, markdown_text
+from ludus.observe.report import Cell, ReportTable, Share, markdown_text
 
 
 class FailureMode(StrEnum):

@@ -1,5 +1,16 @@
 """A run is a folder: `RunFolder` reads it, `RunWriter` writes it. Its layout is in docs/observe.md.
 
+A checkpoint `step-000012` is complete whenever it is visible, by an atomic rename. Its `manifest.json` has
+the size and the CRC-32 of every other file, which shows what happened to it since: a copy that stopped
+half-way, a disk that lost blocks.
+
+`audit.jsonl` has one line for each tool call, appended when it ends, and never rewritten. A list of tools on
+offer is written once, as a line of its own kind, and named by its digest afterwards. A resumed run goes on in
+the same file, also where it plays steps again: the log is of what was called::
+
+    {"kind": "tools", "tools": "3f1c...", "names": ["read_file", ...]}
+    {"kind": "call", "time": ..., "tool": "read_file", "tools": "3f1c...", "legality": "legal", ...}
+
 What `ludus eval` and `ludus synth` write is a `SettingsFolder`, and is read as runs of one step, without
 metrics (`ResultFolder`)::
 
@@ -9,26 +20,35 @@ metrics (`ResultFolder`)::
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import os
 import re
 import shutil
+import threading
+import time
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Json
-from ludus.core.trajectory import Trajectory
-from ludus.observe.checkpoints import Checkpoint, checkpoint_problems, list_checkpoints
+from ludus.core.trajectory import AuditRecord, Trajectory
 from ludus.observe.episodes import MEDIA, read_trajectories
-from ludus.observe.files import FolderLock, atomic_write, numbered_folder, read_regular
+from ludus.observe.files import (
+    FolderLock,
+    atomic_directory,
+    atomic_write,
+    numbered_folder,
+    read_regular,
+    remove_directory,
+)
 from ludus.observe.sinks import read_metrics
-
-_log = logging.getLogger(__name__)
 
 RECIPE = "recipe.json"
 OBJECTS = "objects.json"
@@ -36,9 +56,111 @@ SETTINGS, MODEL, PARTS = "settings.json", "model.json", "parts"
 _EPISODES, _EXAMPLES = ("episodes.parquet",), ("examples.parquet", "rejected.parquet")
 _MOST_ENTRIES = 2000
 """How many folders are looked at within one that is no run: a viewer looks again and again."""
+AUDIT = "audit.jsonl"
+_MOST_ARGUMENTS = 4_000
+MANIFEST = "manifest.json"
+_CHANGEABLE = ("adapter_config.json", "base.json")
+"""Files that say where an adapter's base is and what it was, which a person may have to change: not proven."""
+_NAME = re.compile(r"step-(\d{6,})")
+_CHUNK = 1 << 22
+_log = logging.getLogger(__name__)
+
 _DEPTH = 2
 """Runs of `ludus mcp-rl`, of sweeps and of rounds stand so deep within a folder of their own."""
 _TRAJECTORIES = re.compile(r"step-(\d{6,})(?:-(\w+))?\.parquet")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Checkpoint:
+    """A complete checkpoint in a folder of checkpoints."""
+
+    step: int
+    path: Path
+
+
+@contextmanager
+def new_checkpoint(folder: Path, step: int) -> Iterator[Path]:
+    """A folder to write the files of a checkpoint to; it appears, whole, when the block ends.
+
+    A damaged checkpoint of that step is replaced; a good one is refused.
+    """
+    if step < 0:
+        raise ValueError(f"a step is 0 or more, not {step}")
+    target = folder / f"step-{step:06d}"
+    if target.is_dir() and (problems := checkpoint_problems(target)):
+        _log.warning("the damaged checkpoint %s is replaced: %s", target, problems[0])
+        remove_directory(target)
+    with atomic_directory(target) as temporary:
+        yield temporary
+        files = {
+            str(file.relative_to(temporary)): {"bytes": file.stat().st_size, "crc32": _crc32(file)}
+            for file in sorted(temporary.rglob("*"))
+            if file.is_file()
+        }
+        (temporary / MANIFEST).write_text(json.dumps({"files": files}, indent=1), encoding="utf-8")
+
+
+def list_checkpoints(folder: Path) -> list[Checkpoint]:
+    """The checkpoints in `folder`, the oldest first. Damaged ones are left out, with a warning."""
+    good: list[Checkpoint] = []
+    for checkpoint in _named(folder):
+        if problems := checkpoint_problems(checkpoint.path):
+            _log.warning("the checkpoint %s is left out: %s", checkpoint.path, problems[0])
+        else:
+            good.append(checkpoint)
+    return good
+
+
+def remove_checkpoints_after(folder: Path, step: int) -> list[Checkpoint]:
+    """Remove the checkpoints, damaged or not, of later steps, and say which."""
+    removed = [checkpoint for checkpoint in _named(folder) if checkpoint.step > step]
+    for checkpoint in removed:
+        remove_directory(checkpoint.path)
+    return removed
+
+
+def checkpoint_problems(checkpoint: Path, *, thorough: bool = False) -> list[str]:
+    """Problems of a checkpoint: files missing or of another size; with `thorough`, also other content."""
+    try:
+        files: dict[str, Json] = json.loads(read_regular(checkpoint / MANIFEST))["files"]
+    except FileNotFoundError:
+        return [f"it has no {MANIFEST}"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return [f"its {MANIFEST} cannot be read: {error}"]
+    return [
+        problem
+        for name, expected in files.items()
+        if name not in _CHANGEABLE
+        and (problem := _problem(checkpoint / name, expected, thorough)) is not None
+    ]
+
+
+def _named(folder: Path) -> list[Checkpoint]:
+    """Whatever is called like a checkpoint, by step."""
+    entries = folder.iterdir() if folder.is_dir() else ()
+    matches = [(entry, _NAME.fullmatch(entry.name)) for entry in entries if entry.is_dir()]
+    return sorted(Checkpoint(int(match[1]), entry) for entry, match in matches if match)
+
+
+def _problem(file: Path, expected: Json, thorough: bool) -> str | None:
+    try:
+        if not file.is_file():
+            return f"{file.name} is missing"
+        if (size := file.stat().st_size) != expected["bytes"]:
+            return f"{file.name} has {size} bytes instead of {expected['bytes']}"
+        if thorough and _crc32(file) != expected["crc32"]:
+            return f"{file.name} has other content than was written"
+    except OSError as error:
+        return f"{file.name} cannot be read: {error}"
+    return None
+
+
+def _crc32(file: Path) -> int:
+    value = 0
+    with file.open("rb") as stream:
+        while chunk := stream.read(_CHUNK):
+            value = zlib.crc32(chunk, value)
+    return value
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -296,3 +418,68 @@ def _differences(old: Any, new: Any, where: str) -> Iterator[str]:
             yield from _differences(old.get(name), new.get(name), f"{where}.{name}" if where else name)
     elif old != new:
         yield f"{where}: {old!r:.80} there, {new!r:.80} now"
+
+
+# The audit
+
+
+class AuditLog:
+    """Writes the log. The file is made by the first call."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.path = Path(folder) / AUDIT
+        self._lists: set[str] = set()
+        self._file: int | None = None
+        self._lock = threading.Lock()
+
+    def __call__(self, record: AuditRecord) -> None:
+        """Append a call: one write each, so that a run that is killed has lost none."""
+        row = asdict(record)
+        names = row.pop("offered")
+        digest = hashlib.sha256(json.dumps(names).encode()).hexdigest()[:12]
+        with self._lock:
+            text = ""
+            if digest not in self._lists:
+                self._lists.add(digest)
+                text = _line({"kind": "tools", "tools": digest, "names": names})
+            text += _line({"kind": "call", "time": time.time(), **_short(row), "tools": digest})
+            if self._file is None:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+                self._file = os.open(self.path, flags, 0o666)
+            os.write(self._file, text.encode())
+
+    def close(self) -> None:
+        with self._lock:
+            if self._file is not None:
+                os.close(self._file)
+            self._file = None
+
+
+def read_audit(folder: str | Path) -> Iterator[Json]:
+    """The calls of a run, each with the names of the tools that were on offer; a torn last line is left out."""
+    lists: dict[str, list[str]] = {}
+    path = Path(folder) / AUDIT
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if row["kind"] == "tools":
+                lists[row["tools"]] = row["names"]
+            else:
+                yield {**row, "offered": lists.get(row["tools"], [])}
+
+
+def _short(row: Json) -> Json:
+    """Arguments of a sensible size; what was longer is text, and cut."""
+    text = json.dumps(row["arguments"], default=str)
+    if len(text) > _MOST_ARGUMENTS:
+        row["arguments"] = f"{text[:_MOST_ARGUMENTS]}... ({len(text):,} characters)"
+    return row
+
+
+def _line(row: Json) -> str:
+    return json.dumps(row, default=str) + "\n"

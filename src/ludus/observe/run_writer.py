@@ -14,10 +14,6 @@ from typing import Any, Self
 from ludus.core.failures import ConfigError, LudusError, not_there
 from ludus.core.messages import Json
 from ludus.core.trajectory import Group, Trajectory
-from ludus.observe.checkpoints import (
-    new_checkpoint,
-    remove_checkpoints_after,
-)
 from ludus.observe.episodes import MediaStore, write_groups
 from ludus.observe.files import (
     FolderLock,
@@ -28,7 +24,14 @@ from ludus.observe.files import (
     numbered_folder,
     remove,
 )
-from ludus.observe.run_folder import OBJECTS, RECIPE, RunFolder, TrajectoryFile
+from ludus.observe.run_folder import (
+    OBJECTS,
+    RECIPE,
+    RunFolder,
+    TrajectoryFile,
+    new_checkpoint,
+    remove_checkpoints_after,
+)
 from ludus.observe.sinks import JsonLinesSink, Sink, Sinks
 
 _log = logging.getLogger(__name__)

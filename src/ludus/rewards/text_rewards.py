@@ -1,35 +1,136 @@
-r"""Rewards of an answer's text: equality, overlap, numbers, mathematics, and the form that was asked for.
+"""Rewards of an answer's text: equality, overlap, numbers, mathematics, and the form that was asked for.
 
 Texts are hostile input. Regular expressions here use possessive quantifiers, so that they stay linear; what
-cannot be made safe (sympy, users' patterns) runs resource-limited, in a worker process (`maths`, `Format`).
+cannot be made safe (sympy, users' patterns) runs in a worker process with limits on CPU time and memory
+(`maths`, `Format`). The limit is CPU time, not wall time: a busy machine makes no answer wrong. Imports and
+tables that are made at first use are not counted. Workers are kept for the next call, and end with this
+process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
+import os
 import re
+import resource
+import signal
 import string
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal, InvalidOperation
 from fractions import Fraction
-from typing import Any, Literal
+from functools import cache
+from typing import Any, Literal, TypeVar
 
-from ludus.core.failures import ConfigError, Fault, MissingExtraError
+from ludus.core.failures import ConfigError, Fault, LudusError, MissingExtraError
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
-from ludus.rewards.resource_limited import LimitExceeded, run_limited
+from ludus.remote.processes import ProcessExecutor
+from ludus.remote.threads import WorkerError
 from ludus.rewards.reward import reward
 from ludus.rewards.scores import OptionsReward, Parts
+
+T = TypeVar("T")
+
+_MEMORY = 1 << 30
+_WALL_SECONDS = 120.0
+_CAUSED_BY_INPUT = ("SIGPROF", "SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGTRAP")
+"""How a worker dies of what it was given: out of CPU time, out of stack, or a crash in C code."""
+
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_MAX_CHARS = 100_000
+_ARITHMETIC = Context(prec=50, Emax=MAX_EMAX, Emin=MIN_EMIN, traps=[])
+_DEFAULT_TOLERANCE = Decimal("1e-6")
+# Possessive quantifiers (++, ?+) never give back what they took, so that matching stays linear.
+_PLAIN = r"(?:[0-9]{1,3}(?:,[0-9]{3})++(?![0-9])|[0-9]++)(?:\.[0-9]++)?+|\.[0-9]++"
+_NUMBER = re.compile(
+    rf"""(?<![\w.]) (?:(?<![)\]}}])(?P<sign>[-+]))?+ [$€£¥]?+
+    (?: \\[dt]?frac \s*+ \{{\s*+ (?P<top>-?{_PLAIN}) \s*+\}} \s*+ \{{\s*+ (?P<bottom>-?{_PLAIN}) \s*+\}}
+      | (?:(?P<whole>[0-9]++)[ ]++)? (?P<over>{_PLAIN}) [ ]*+/[ ]*+ (?P<under>{_PLAIN})
+      | (?P<plain>{_PLAIN})
+        (?: [eE](?P<exponent>[-+]?[0-9]++)(?!\w)
+          | \s*+(?:[x×*]|\\times|\\cdot)\s*+10\s*+(?:\^|\*\*)\s*+\{{?(?P<power>[-+]?[0-9]++)\}}? )?
+    ) \s?+ (?P<percent>\\?%)?""",
+    re.VERBOSE,
+)
+_log = logging.getLogger(__name__)
+_CPU_SECONDS = 1.0
+_MAX_MATHS_CHARS = 10_000
+_CONTROL_ANSWER = "0"
+_DELIMITERS = ("$", r"\boxed", r"\(", r"\[", r"\begin")
+_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}+")
+
+
+class LimitExceeded(LudusError):
+    """The function needed more CPU time or memory for this input than it may have."""
+
+
+@cache
+def _workers(process: int) -> ProcessExecutor:
+    """Made on first use; `process` keeps a forked child from using its parent's."""
+    return ProcessExecutor(max(1, min(4, os.cpu_count() or 1)), name="ludus-limited")
+
+
+async def run_limited(
+    function: Callable[..., T],
+    *args: Any,
+    cpu_seconds: float,
+    memory: int = _MEMORY,
+    warm_up: Callable[[], object] | None = None,
+) -> T:
+    """The result of an importable function, or `LimitExceeded`.
+
+    `warm_up`, importable too, makes a worker ready for the function: it runs once in each, without a limit.
+    """
+    workers = _workers(os.getpid())
+    try:
+        return await workers.run(
+            limited, function, args, cpu_seconds, memory, warm_up, timeout=_WALL_SECONDS
+        )
+    except MemoryError as error:
+        raise LimitExceeded(f"more than {memory >> 20} MiB of memory") from error
+    except WorkerError as error:
+        if any(name in str(error) for name in _CAUSED_BY_INPUT):
+            raise LimitExceeded(
+                f"more than {cpu_seconds:g} s of CPU time, or a crash: {error}"
+            ) from error
+        raise
+
+
+_warm: set[Callable[[], object]] = set()
+"""Warm-up functions that have run in this worker."""
+
+
+def limited(
+    function: Callable[..., T],
+    args: tuple[Any, ...],
+    cpu_seconds: float,
+    memory: int,
+    warm_up: Callable[[], object] | None = None,
+) -> T:
+    """Runs in the worker. The timer's signal is left to kill the process, even inside C code."""
+    if warm_up is not None and warm_up not in _warm:
+        warm_up()
+        _warm.add(warm_up)
+    with contextlib.suppress(ValueError, OSError):  # where the system has no such limit
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.setrlimit(resource.RLIMIT_AS, (memory if hard < 0 else min(memory, hard), hard))
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+    try:
+        return function(*args)
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
 
 # Text: normalised as in SQuAD (Rajpurkar et al., 2016): lower case, no punctuation, no articles, single spaces.
 # One difference: a text of which nothing would remain is kept, so that the option "A" is not the same as "the",
 # nor "+" the same as "-".
-
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
-_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 
 
 def normalised(text: str) -> str:
@@ -94,23 +195,6 @@ def token_f1(one: str, other: str) -> float:
 # notation (`1.5e-3`, `1.5 × 10^-3`), percents and fractions (`3/4`, `1 1/2`, `\frac{3}{4}`). Decimal
 # arithmetic with a limited precision: neither a million digits nor an exponent of a billion costs anything.
 # Formulas are not computed (in "2^10" the last number is 10); use `maths` for those.
-
-_MAX_CHARS = 100_000
-_ARITHMETIC = Context(prec=50, Emax=MAX_EMAX, Emin=MIN_EMIN, traps=[])
-_DEFAULT_TOLERANCE = Decimal("1e-6")
-
-# Possessive quantifiers (++, ?+) never give back what they took, so that matching stays linear.
-_PLAIN = r"(?:[0-9]{1,3}(?:,[0-9]{3})++(?![0-9])|[0-9]++)(?:\.[0-9]++)?+|\.[0-9]++"
-_NUMBER = re.compile(
-    rf"""(?<![\w.]) (?:(?<![)\]}}])(?P<sign>[-+]))?+ [$€£¥]?+
-    (?: \\[dt]?frac \s*+ \{{\s*+ (?P<top>-?{_PLAIN}) \s*+\}} \s*+ \{{\s*+ (?P<bottom>-?{_PLAIN}) \s*+\}}
-      | (?:(?P<whole>[0-9]++)[ ]++)? (?P<over>{_PLAIN}) [ ]*+/[ ]*+ (?P<under>{_PLAIN})
-      | (?P<plain>{_PLAIN})
-        (?: [eE](?P<exponent>[-+]?[0-9]++)(?!\w)
-          | \s*+(?:[x×*]|\\times|\\cdot)\s*+10\s*+(?:\^|\*\*)\s*+\{{?(?P<power>[-+]?[0-9]++)\}}? )?
-    ) \s?+ (?P<percent>\\?%)?""",
-    re.VERBOSE,
-)
 
 
 @reward
@@ -191,11 +275,6 @@ def _target(target: Any, percent: Literal["ratio", "plain"]) -> Decimal:
 def _is_integer(value: Decimal) -> bool:
     exponent = value.as_tuple().exponent
     return isinstance(exponent, int) and exponent >= 0
-
-
-_log = logging.getLogger(__name__)
-
-_CPU_SECONDS = 1.0
 
 
 @dataclass(kw_only=True, eq=False)
@@ -294,11 +373,6 @@ def has_tags(text: str, tags: Sequence[str], only: bool = False) -> bool:
 # In prose the result should be in `\boxed{}` or in dollars; without them the last plain number or expression
 # counts, so that "the area is 2\pi" is 2. A target that cannot be parsed is an error of the task set and fails
 # the episode; `check_rewards` finds those before training.
-
-_MAX_MATHS_CHARS = 10_000
-_CONTROL_ANSWER = "0"
-_DELIMITERS = ("$", r"\boxed", r"\(", r"\[", r"\begin")
-_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}+")
 
 
 @reward(timeout=None, retries=1)

@@ -33,8 +33,15 @@ from ludus.core.strict_json import BadJson, check_json
 from ludus.core.task import Task
 from ludus.envs.env import observation_from_json
 from ludus.serve.admission import RequestError, Running
-from ludus.serve.app import AppServer, HttpApi, check_exposure
-from ludus.serve.http import bearer_token, check_token, json_response, taken
+from ludus.serve.app import (
+    AppServer,
+    HttpApi,
+    bearer_token,
+    check_exposure,
+    check_token,
+    json_response,
+    taken,
+)
 from ludus.serve.service import ServerConfig
 from ludus.tools.hosting import ToolHost
 from ludus.tools.json_schema import argument_problems

@@ -22,10 +22,12 @@ from ludus.core.failures import ConfigError
 from ludus.core.messages import Json, ToolResult
 from ludus.core.strict_json import explained
 from ludus.serve.admission import ByteShare, RequestError
-from ludus.serve.app import AppServer, HttpApi, check_exposure
-from ludus.serve.http import (
+from ludus.serve.app import (
+    AppServer,
+    HttpApi,
     bearer_token,
     beside_the_loop,
+    check_exposure,
     check_token,
     held_share,
     json_response,

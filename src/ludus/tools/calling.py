@@ -19,6 +19,7 @@ import json
 import logging
 import math
 import re
+import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ from pydantic_core import to_json
 
 from ludus.core.failures import Boundary, Fault, InfraError, ToolFault
 from ludus.core.messages import Media, ToolResult
-from ludus.core.user_code import UserError, count_tool_call, log_once
+from ludus.core.user_code import UserError, log_once, reset_error_counts
 from ludus.remote.client import backoff
 from ludus.remote.processes import NotPicklable, shared_processes
 from ludus.remote.threads import (
@@ -51,6 +52,13 @@ _MOST_ERROR_CHARS = 2_000
 _GRACE_SECONDS = 1.0
 _FIRST_PAUSE = 0.05
 _LONGEST_PAUSE = 2.0
+
+_FIRST_CALLS = 10
+_CHARS_PER_TOKEN = 64
+_MOST_EXPANSION = 12
+"""How many bytes Unicode's normal forms make of one at most (of U+FDFA 11); ASCII they leave as it is."""
+_DEEPEST = 50
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 async def invoke(tool: Tool, call: partial[Any], limits: OutputLimits) -> ToolResult:
@@ -97,7 +105,7 @@ async def _outcome(tool: Tool, call: partial[Any], limits: OutputLimits) -> Tool
     if error is not None:
         _attribute(tool, error)
     elif result.fault is None:
-        count_tool_call(_log, tool.name, None)
+        _count_call(tool.name, None)
     if result.reward is not None and not math.isfinite(result.reward):
         message = f"tool {tool.name!r} gave the reward {result.reward}, which is no finite number"
         raise InfraError(Boundary.TOOL, message, retriable=False)
@@ -121,7 +129,49 @@ def _attribute(tool: Tool, error: UserError) -> None:
         raise InfraError(Boundary.TOOL, str(error), retriable=not error.is_bug, kind=error.kind)
     if tool.on_error == "auto" and error.is_suspect:
         log_once(_log, f"the tool {tool.name!r}", error)
-        count_tool_call(_log, tool.name, error)
+        _count_call(tool.name, error)
+
+
+_lock = threading.Lock()
+_fruitless: dict[str, list[str]] = {}
+"""Suspect errors of each tool in its first calls; none once it has returned."""
+_returned: set[str] = set()
+
+
+def _count_call(tool: str, error: UserError | None) -> None:
+    """Count a tool's calls; warn of a tool that raises a suspect error in each of its first calls."""
+    with _lock:
+        if error is None:
+            _returned.add(tool)
+            _fruitless.pop(tool, None)
+        if error is None or tool in _returned or not error.is_suspect:
+            return
+        raised = _fruitless.setdefault(tool, [])
+        if len(raised) < 2 * _FIRST_CALLS:
+            raised.append(str(error))
+    if len(raised) == _FIRST_CALLS:
+        _log.warning(
+            "the tool %r has raised in each of its first %d calls, and the model is charged with that: %s. "
+            "If it is a mistake in the tool, mend it; with @tool(on_error='failure') its errors are never the "
+            "model's",
+            tool,
+            _FIRST_CALLS,
+            error,
+        )
+
+
+def first_call_errors(tool: str) -> list[str]:
+    """Suspect errors of a tool in its first calls, if it has never returned."""
+    with _lock:
+        return list(_fruitless.get(tool, ()))
+
+
+def forget_errors() -> None:
+    """Show all errors of user code anew, as a new run does."""
+    reset_error_counts()
+    with _lock:
+        _fruitless.clear()
+        _returned.clear()
 
 
 async def _in_process(
@@ -213,12 +263,6 @@ def _message(error: BaseException) -> str:
 
 
 Encode = Callable[[str], Sequence[int]]
-
-_CHARS_PER_TOKEN = 64
-_MOST_EXPANSION = 12
-"""How many bytes Unicode's normal forms make of one at most (of U+FDFA 11); ASCII they leave as it is."""
-_DEEPEST = 50
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)

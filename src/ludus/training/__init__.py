@@ -9,11 +9,10 @@ from ludus.core.registry import lazy_exports
 if TYPE_CHECKING:
     from ludus.training.api import Result, evaluate, rollout, train, train_async
     from ludus.training.checkpoint import RunProgress, save_model
-    from ludus.training.config.model import LoraConfig, ModelConfig, ScratchConfig
     from ludus.training.config.parts import Parts, TaskSetSpec, load_parts, task_set_specs
     from ludus.training.config.recipe import Recipe, load_recipe
     from ludus.training.config.rl import BrokenConfig, CriticConfig, RLConfig, RolloutSettings
-    from ludus.training.config.run import TaskSetConfig
+    from ludus.training.config.run import LoraConfig, ModelConfig, ScratchConfig, TaskSetConfig
     from ludus.training.config.stages import OptimizerConfig, PreferenceConfig
     from ludus.training.data.batch import Batch
     from ludus.training.data.conversations import (

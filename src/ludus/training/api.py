@@ -22,11 +22,11 @@ from ludus.core.failures import ConfigError, LudusError, MissingExtraError
 from ludus.core.generation import Sampling
 from ludus.core.task import Task
 from ludus.core.trajectory import Group
-from ludus.core.user_code import reset_error_counts
 from ludus.envs import Env
 from ludus.observe import SINKS, AuditLog, RunFolder, RunWriter, setup_logging
 from ludus.remote.threads import frozen_gc, run_coroutine
 from ludus.rollouts.agent import Agent, Expert
+from ludus.tools.calling import forget_errors
 from ludus.training.checkpoint import checkpoint_to_resume, replayed_recipe, resumed_recipe
 from ludus.training.config.parts import (
     Parts,
@@ -54,7 +54,7 @@ from ludus.training.models.loading import check_source
 from ludus.training.optim.shard_files import UnsavedError
 from ludus.training.preflight import check_engines, check_parts, check_servers, with_step_counts
 from ludus.training.ranks.processes import RankError
-from ludus.training.ranks.worker import serve_rank
+from ludus.training.ranks.program import serve_rank
 from ludus.training.report import Report, show_progress, write_report
 from ludus.training.run_context import build_run_context
 
@@ -293,7 +293,7 @@ async def train_async(
     `objects` describes the parts that no recipe names, for a later resume. `show` gets its progress; `again` is
     the command that resumes an interrupted run.
     """
-    reset_error_counts()  # each run shows the tracebacks of user code once
+    forget_errors()  # each run shows the tracebacks of user code once
     with _closed_on_error(run):
         check_parts(recipe, parts)
         await check_servers(recipe, parts)

@@ -94,11 +94,6 @@ def load_progress(folder: Path) -> RunProgress:
     return RunProgress(**json.loads((folder / PROGRESS).read_text(encoding="utf-8")))
 
 
-def rewards_state(scorers: Mapping[str, Scorer]) -> str:
-    """State of the rewards that have one, by task set, as text."""
-    return json.dumps({name: scorer.state_dict() for name, scorer in scorers.items()})
-
-
 def load_rewards(folder: Path, scorers: Mapping[str, Scorer]) -> None:
     """Put the rewards that remember something where the checkpoint left them."""
     state = json.loads((folder / REWARDS).read_text(encoding="utf-8"))

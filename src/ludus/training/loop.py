@@ -22,13 +22,12 @@ from typing import Any
 from ludus.core.config import apply_overrides
 from ludus.core.failures import failed_episodes_warning
 from ludus.core.trajectory import Group
+from ludus.kernels.device import GpuMonitor
 from ludus.observe import Checkpoint, RunWriter, explain_silence, prefixed, remove_directory
-from ludus.observe.gpu import GpuMonitor
 from ludus.training.checkpoint import (
     RunProgress,
     load_progress,
     load_rewards,
-    rewards_state,
     save_checkpoint,
 )
 from ludus.training.config.recipe import stage_ends
@@ -86,7 +85,7 @@ class Trainer:
             await self._evaluate()
         else:
             self._go_on(checkpoint)
-        self._rewards = rewards_state(self.context.scorers)
+        self._rewards = self.context.rewards_state()
         try:
             for number in range(self.progress.stage, len(self.recipe.stages)):
                 await self._run_stage(number, checkpoint)
@@ -178,7 +177,7 @@ class Trainer:
     async def _advance(self, stage: Stage[Any]) -> None:
         result = await stage.advance(self.progress.done)
         self.progress = replace(self.progress, step=self.progress.step + 1, done=self.progress.done + 1)
-        self._rewards = rewards_state(self.context.scorers)
+        self._rewards = self.context.rewards_state()
         self._write_down(stage, result)
         done = self.progress.done
         if done % self.recipe.run.checkpoint_every == 0 and done < stage.steps:
@@ -207,17 +206,21 @@ class Trainer:
     def _warn_of_failures(self, groups: Sequence[Group], which: str) -> None:
         """Say that episodes are lost, once for each place where they are."""
         failures = [t.failure for g in groups for t in g.trajectories if t.failure is not None]
-        text = failed_episodes_warning(failures, sum(len(group.trajectories) for group in groups), which)
         key = f"{which} {sorted({failure.boundary for failure in failures})}"
-        if text is not None and key not in self._warned:
+        played = sum(len(group.trajectories) for group in groups)
+        if not failures or key in self._warned:
+            return
+        if text := failed_episodes_warning(failures, played, which):
             self._warned.add(key)
             log.warning("step %d: %s", self.progress.step, text)
 
     def _warn_of_silence(self, metrics: Mapping[str, float]) -> None:
         """Say, once, that several steps in a row have taught nothing; and once that there is nothing left."""
         self._silent = self._silent + 1 if metrics.get("no_signal") else 0
+        if self._silent < _SILENT_STEPS:
+            return
         is_solved = explain_silence(metrics).is_solved
-        if self._silent >= _SILENT_STEPS and f"solved: {is_solved}" not in self._warned:
+        if f"solved: {is_solved}" not in self._warned:
             self._warned.add(f"solved: {is_solved}")
             level = logging.INFO if is_solved else logging.WARNING
             log.log(level, "%s", no_signal_text(metrics, f"in {self._silent} steps in a row"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import shutil
 import tempfile
@@ -30,9 +31,9 @@ from ludus.rollouts.agent import Expert
 from ludus.rollouts.rollout import Rollout
 from ludus.sandbox import close_shared_sandboxes
 from ludus.training.checkpoint import RunProgress, load_progress, save_tokenizer, unsaved_at
-from ludus.training.config.model import ModelConfig
 from ludus.training.config.parts import Parts
 from ludus.training.config.recipe import Recipe
+from ludus.training.config.run import ModelConfig
 from ludus.training.data.conversations import Conversation
 from ludus.training.data.rollout_batch import Recording, open_recording
 from ludus.training.data.tasks import TaskSet
@@ -103,6 +104,10 @@ class RunContext:
     def scorers(self) -> dict[str, Scorer]:
         """The scorer of each task set, by the set's name."""
         return {one.name: one.rollout.scorer for one in self.task_sets}
+
+    def rewards_state(self) -> str:
+        """State of the rewards that have one, by task set, as text."""
+        return json.dumps({name: scorer.state_dict() for name, scorer in self.scorers.items()})
 
     async def __aenter__(self) -> Self:
         return self

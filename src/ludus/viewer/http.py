@@ -30,8 +30,7 @@ from ludus.serve.service import ServerConfig
 from ludus.training.config.parts import Parts
 from ludus.training.config.recipe import Recipe
 from ludus.viewer.episode_index import EpisodeIndex, FilterError
-from ludus.viewer.episode_view import EpisodeReader
-from ludus.viewer.export import STATIC, export_page
+from ludus.viewer.episode_view import STATIC, EpisodeReader, export_page
 from ludus.viewer.labels import LabelError, LabelStore
 from ludus.viewer.play import Move, PlayError, PlayRoom
 from ludus.viewer.requests import (

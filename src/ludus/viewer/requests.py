@@ -18,11 +18,10 @@ from aiohttp import web
 from ludus.core.messages import Json
 from ludus.core.strict_json import BadJson, read_object
 from ludus.serve.admission import RequestError
-from ludus.serve.http import bearer_token, check_host, check_utf8, is_token
+from ludus.serve.app import bearer_token, check_host, check_utf8, is_token
 from ludus.tools.wire import JSON_TYPE, ErrorKind
 from ludus.viewer.episode_index import EpisodeQuery, FilterError
-from ludus.viewer.episode_view import dump_json
-from ludus.viewer.export import picture_type
+from ludus.viewer.episode_view import dump_json, picture_type
 from ludus.viewer.labels import LabelError
 from ludus.viewer.workspace import NotFound
 

@@ -16,7 +16,6 @@ from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSet
 from ludus.core.registry import load_reference
 from ludus.core.task import Task, spread
 from ludus.core.trajectory import is_success
-from ludus.core.user_code import first_call_errors, reset_error_counts
 from ludus.envs import WORLDS, PoolConfig, RemoteEnvs, World, load_env
 from ludus.envs.env import Isolation
 from ludus.envs.instances import probe_env
@@ -29,6 +28,7 @@ from ludus.rollouts.rollout import Rollout
 from ludus.rollouts.tasksets import load_tasks, undecodable_images
 from ludus.sandbox import close_shared_sandboxes
 from ludus.tools import example_of, shut
+from ludus.tools.calling import first_call_errors, forget_errors
 from ludus.tools.json_schema import schema_mistakes
 from ludus.tools.library import build_toolset
 from ludus.tools.toolset import effects_of
@@ -255,7 +255,7 @@ async def _tool_calls(recipe: Recipe, parts: Parts, *, may_change: bool) -> Find
     from ludus.rewards import Scorer
     from ludus.training.task_sets import tool_specs
 
-    reset_error_counts()
+    forget_errors()
     budgets = recipe.budgets.model_copy(update={"max_seconds": SECONDS})
     findings: Findings = []
     async with _rollout(recipe, parts) as rollout:

@@ -86,7 +86,7 @@ def serve_model(
     from ludus.model.hf_model import device_of
     from ludus.serve.app import check_exposure, serve_until_told
     from ludus.serve.model import CheckpointService, ModelServer
-    from ludus.training.config.model import ModelConfig
+    from ludus.training.config.run import ModelConfig
     from ludus.training.models.loading import check_source, load_model
 
     check_exposure(config.host, token)  # before minutes of loading

@@ -39,9 +39,18 @@ from ludus.core.generation import (
 from ludus.core.messages import MediaSpan
 from ludus.core.tokenizer import Tokenizer
 from ludus.engine.config import EngineConfig, EngineSetup, EngineStats
-from ludus.engine.embedded.callers import AdmissionQueue, Outbox, ReplyFuture, TokenStream, copy_of
 from ludus.engine.embedded.core import EngineCore, cache_blocks, max_step_tokens, releases_memory
-from ludus.engine.embedded.request import Decode, Marks, Request, StopChecker
+from ludus.engine.embedded.request import (
+    AdmissionQueue,
+    Decode,
+    Marks,
+    Outbox,
+    ReplyFuture,
+    Request,
+    StopChecker,
+    TokenStream,
+    copy_of,
+)
 from ludus.model.hf_model import context_limit, sampling_mode, unwrapped, vocabulary_size
 from ludus.model.images import images_of, with_virtual_ids
 from ludus.model.probes import use_ludus_attention

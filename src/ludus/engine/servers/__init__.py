@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from ludus.core.registry import lazy_exports
 
 if TYPE_CHECKING:
-    from ludus.engine.servers.openai import RemoteEngine, RemoteOptions
-    from ludus.engine.servers.transcript import TranscriptTokenizer
+    from ludus.engine.servers.openai import RemoteEngine, RemoteOptions, TranscriptTokenizer
     from ludus.engine.servers.vllm import VllmEngine
     from ludus.engine.servers.vllm_server import VllmOptions, VllmServer
 

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 from ludus.sandbox.config import CannotFork, SandboxError, SessionEnded, SessionLost
 from ludus.sandbox.guest import frames
-from ludus.sandbox.processes.forks import TemplateProcess
 from ludus.sandbox.processes.guest_process import (
     CONTROL_GROUP_FULL,
     Answer,
@@ -29,6 +28,7 @@ from ludus.sandbox.processes.guest_process import (
     OutputPipe,
     first,
 )
+from ludus.sandbox.processes.worker import TemplateProcess
 from ludus.sandbox.result import (
     Execution,
     Outcome,

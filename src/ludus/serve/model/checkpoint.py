@@ -16,8 +16,7 @@ from ludus.core.generation import Engine, OnTokens, Sampling
 from ludus.core.images import MOST_PIXELS
 from ludus.core.messages import Json
 from ludus.serve.admission import Admission, WorkBudget
-from ludus.serve.app import check_exposure
-from ludus.serve.http import check_token
+from ludus.serve.app import check_exposure, check_token
 from ludus.serve.model.requests import (
     LONG,
     ApiError,

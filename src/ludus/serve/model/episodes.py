@@ -34,7 +34,7 @@ from ludus.remote.client import ConnectionFailed, HttpClient
 from ludus.rollouts.message_tree import MessageTree, SampledTurn
 from ludus.rollouts.recorder import BudgetUsedUp
 from ludus.serve.admission import WorkBudget
-from ludus.serve.http import check_token
+from ludus.serve.app import check_token
 from ludus.serve.model.requests import (
     LONG,
     ApiError,

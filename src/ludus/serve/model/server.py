@@ -27,8 +27,7 @@ from ludus.core.strict_json import BadJson, read_object
 from ludus.rewards.scores import MOST_REWARD
 from ludus.rollouts.recorder import BudgetUsedUp
 from ludus.serve.admission import RequestError, Running
-from ludus.serve.app import AppServer, HttpApi
-from ludus.serve.http import bearer_token, beside_the_loop, json_response
+from ludus.serve.app import AppServer, HttpApi, bearer_token, beside_the_loop, json_response
 from ludus.serve.model.anthropic import ANTHROPIC
 from ludus.serve.model.chat import CHAT
 from ludus.serve.model.requests import ApiError, Dialect, ModelReply, ModelRequest, bad

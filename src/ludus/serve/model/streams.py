@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from aiohttp import web
 
 from ludus.chat.streaming import ReplyView, TokenFeed
-from ludus.serve.http import taken
+from ludus.serve.app import taken
 from ludus.serve.model.requests import (
     ApiError,
     Dialect,

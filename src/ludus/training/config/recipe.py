@@ -23,13 +23,13 @@ from ludus.core.failures import ConfigError, not_there
 from ludus.engine import EngineConfig
 from ludus.observe import RunFolder
 from ludus.rollouts.recorder import Budgets
-from ludus.training.config.model import ModelConfig
 from ludus.training.config.rl import CriticConfig, RLConfig
 from ludus.training.config.rl_checks import check_followed_metrics, check_overlong
 from ludus.training.config.run import (
     AgentConfig,
     ClusterConfig,
     EvaluationConfig,
+    ModelConfig,
     RunConfig,
     SamplingConfig,
     TasksConfig,
@@ -59,7 +59,6 @@ AGAIN = "ludus train --resume {path}"
 """Command shown for resuming an interrupted run; API callers pass their own."""
 STAGE_CONFIGS: tuple[type[BaseStageConfig], ...] = get_args(get_args(StageConfig)[0])
 """The kinds of stages, in the order of their settings."""
-
 
 RENAMED = {
     "agent.env_pool": "agent.pools.NAME.size",

@@ -9,8 +9,8 @@ from pydantic import Field, model_validator
 
 from ludus.core.config import ChoiceConfig, Config, ShortConfig
 from ludus.rollouts.tree import TreeConfig
-from ludus.training.config.model import ModelConfig
 from ludus.training.config.rl_checks import check_rl
+from ludus.training.config.run import ModelConfig
 from ludus.training.config.stages import CRITIC_RATES, RL_RATES, BaseStageConfig, OptimizerConfig
 from ludus.training.data.tasks import CurriculumConfig
 

@@ -9,8 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from ludus.core.config import Config, Place, ShortConfig
-from ludus.training.config.model import ModelConfig
-from ludus.training.config.run import EvaluationSampling
+from ludus.training.config.run import EvaluationSampling, ModelConfig
 
 Decay = Annotated[float, Field(ge=0, lt=1, strict=True)]
 

@@ -13,12 +13,11 @@ from ludus.engine import EmbeddedEngine, EngineConfig
 from ludus.model import use_ludus_attention
 from ludus.remote.client import PerLoop
 from ludus.rollouts.recorder import EngineChatModel
-from ludus.training.config.model import ModelConfig
+from ludus.training.config.run import ModelConfig
 from ludus.training.models.loading import check_source, load_model
 
 _MEMORY = 0.1
 """The share of memory for its KV cache: the policy's engine needs more."""
-
 
 _loading = threading.Lock()
 

@@ -19,7 +19,7 @@ from ludus.core.images import ImageError
 from ludus.model.hf_model import auto_class, unwrapped, vocabulary_size
 from ludus.model.images import ImageProcessor, attach_images, forget_features, vision_parameters
 from ludus.model.probes import check_images, check_positions
-from ludus.training.config.model import ModelConfig
+from ludus.training.config.run import ModelConfig
 from ludus.training.models.gguf import check_file, located, without_progress_bars
 from ludus.training.models.lora import (
     CONFIG,

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ludus.core.failures import ConfigError, MissingExtraError
 from ludus.model import decoder_of, unwrapped
-from ludus.training.config.model import LoraConfig
+from ludus.training.config.run import LoraConfig
 from ludus.training.optim.shard_files import write_shards
 from ludus.training.optim.sharding import group_of, module_of
 

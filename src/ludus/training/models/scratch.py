@@ -12,7 +12,7 @@ from torch import nn
 from ludus.chat.tokenizers import CHATML
 from ludus.core.failures import ConfigError
 from ludus.kernels.device import all_memory
-from ludus.training.config.model import ScratchConfig
+from ludus.training.config.run import ScratchConfig
 
 CONTROL_TOKENS = ("<|pad|>", "<|im_start|>", "<|im_end|>")
 

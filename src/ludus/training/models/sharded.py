@@ -37,7 +37,7 @@ from ludus.model import (
 )
 from ludus.model.fused_model import disable_fused
 from ludus.model.images import forget_features
-from ludus.training.config.model import ModelConfig
+from ludus.training.config.run import ModelConfig
 from ludus.training.models.gguf import without_progress_bars
 from ludus.training.models.loading import device_of as device_for
 from ludus.training.models.loading import dtype_of, load_model, load_weights, source_of

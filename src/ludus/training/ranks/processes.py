@@ -11,7 +11,7 @@ connections, which ends the collective that the others are in. Either way rank 0
 the rank and the cause. Ranks that rank 0 has started end with it: they read a pipe that closes when it dies.
 
 Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set) nothing is started here. What the other
-ranks do is in `worker.py`, how the ranks know each other in `wire.py`.
+ranks do is in `program.py`, how the ranks know each other in `wire.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ludus.training.config.run import ClusterConfig, launched_rank
 from ludus.training.optim.sharding import (
     PeerFailed,
 )
-from ludus.training.ranks.program import Program, Ranks
+from ludus.training.ranks.program import Program, Ranks, join, leave, spawn_rank
 from ludus.training.ranks.wire import (
     ERROR,
     HELLO,
@@ -53,7 +53,6 @@ from ludus.training.ranks.wire import (
     pack_step,
     torchrun_interface,
 )
-from ludus.training.ranks.worker import join, leave, spawn_rank
 
 # SIGTERM and Ctrl-C while rank 0 waits for other ranks. Python runs handlers of signals between instructions of
 # the main thread, and a collective is one instruction. So a thread gets the signals as well, and passes them on

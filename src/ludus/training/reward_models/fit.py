@@ -29,7 +29,7 @@ from ludus.core.config import Config
 from ludus.core.failures import ConfigError
 from ludus.core.random import key, shuffled
 from ludus.observe import Estimate, mean_interval
-from ludus.training.config.model import ModelConfig
+from ludus.training.config.run import ModelConfig
 from ludus.training.config.stages import CRITIC_RATES, OptimizerConfig
 from ludus.training.data.conversations import (
     Conversation,

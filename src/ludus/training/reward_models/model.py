@@ -35,7 +35,7 @@ from ludus.model.images import placed_features
 from ludus.observe import atomic_directory
 from ludus.rewards.scores import checked_name, checked_weight
 from ludus.training.checkpoint import save_model
-from ludus.training.config.model import ModelConfig
+from ludus.training.config.run import ModelConfig
 from ludus.training.data.batch import Batch
 from ludus.training.data.conversations import Conversation, answers, episode_conversation, trajectory_of
 from ludus.training.data.micro_batches import MicroBatch, micro_batches

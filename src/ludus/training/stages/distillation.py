@@ -29,10 +29,10 @@ from ludus.core.failures import ConfigError
 from ludus.core.trajectory import Trajectory, is_lost
 from ludus.observe import rollout_metrics
 from ludus.training.checkpoint import load_state
-from ludus.training.config.model import ModelConfig
 from ludus.training.config.parts import Parts
 from ludus.training.config.recipe import Recipe
 from ludus.training.config.rl import RolloutSettings
+from ludus.training.config.run import ModelConfig
 from ludus.training.config.stages import DistillationConfig
 from ludus.training.controller import step_by_step
 from ludus.training.data.batch import Batch

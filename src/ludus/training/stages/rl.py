@@ -30,8 +30,7 @@ from ludus.training.config.parts import Parts, TaskSetSpec, task_set_specs
 from ludus.training.config.recipe import Recipe
 from ludus.training.config.rl import CriticConfig, RLConfig
 from ludus.training.controller import NextBatch, RolloutController, step_by_step, within
-from ludus.training.data.replay_buffer import ReplayBuffer, code_versions
-from ludus.training.data.rollout_batch import RolloutBatch
+from ludus.training.data.rollout_batch import ReplayBuffer, RolloutBatch, code_versions
 from ludus.training.data.tasks import DIFFICULTY, STRICTNESS, Curriculum, difficulty_of
 from ludus.training.ledger import Ledger
 from ludus.training.models.lora import is_adapted
