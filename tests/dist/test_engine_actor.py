@@ -23,6 +23,7 @@ from local_replica import TrainedModel
 from ludus.dist import placement
 from ludus.dist.placement import EngineActor
 from ludus.engine import EmbeddedEngine, EngineConfig
+from ludus.engine.replicas import process as replica_process
 from ludus.engine.replicas.process import pack_tokens, unpack_logprobs
 from ludus.engine.replicas.weights import WEIGHTS
 

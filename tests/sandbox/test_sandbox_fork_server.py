@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludus.sandbox import Limits, Outcome, Sandbox, SandboxConfig
+from ludus.sandbox.exchange import ProcessExit, unfinished
 from ludus.sandbox.guest import fork_server, frames, watch
 from ludus.sandbox.guest.confinement import IsolationPlan
 from ludus.sandbox.processes.worker import SandboxWorker
-from ludus.sandbox.result import ProcessExit, unfinished
 
 FLOOD = """
 import os

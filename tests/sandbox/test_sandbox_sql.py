@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from ludus.core import ConfigError, InfraError
 from ludus.sandbox import Sandbox, SandboxConfig
-from ludus.sandbox.guest.sql_sqlite import Sqlite
+from ludus.sandbox.guest.sql_engines import Sqlite
 from ludus.sandbox.sql import Blob, Database, LongText, SqlLimits, SqlProblem, read_schema, run_query
 
 SQL, REFUSED, TIMEOUT, MEMORY = SqlProblem.SQL, SqlProblem.REFUSED, SqlProblem.TIMEOUT, SqlProblem.MEMORY

@@ -26,11 +26,11 @@ from ludus.sandbox import (
     SandboxError,
     SandboxUnavailable,
 )
+from ludus.sandbox.exchange import ProcessExit, execution_of, unfinished
 from ludus.sandbox.guest import confinement, frames, kernel, seccomp
 from ludus.sandbox.processes import isolation
 from ludus.sandbox.processes.guest_process import ControlChannel, OutputPipe
 from ludus.sandbox.processes.machine import ControlGroup, make_group
-from ludus.sandbox.result import ProcessExit, execution_of, unfinished
 
 HEADERS = st.dictionaries(st.text(), st.none() | st.integers() | st.text() | st.lists(st.booleans()))
 ALLOW, EPERM, ENOSYS, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000

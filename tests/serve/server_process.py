@@ -20,7 +20,7 @@ from ludus.core import Task, ToolContext
 
 TOOLS = Path(__file__).parent / "served_tools.py"
 _PROGRAM = (
-    "import sys; from ludus.cli.main import run_command; from ludus.cli.serve.commands import serve_app; "
+    "import sys; from ludus.cli.main import run_command; from ludus.cli.serve_commands import serve_app; "
     "sys.exit(run_command(serve_app))"
 )
 

@@ -1,6 +1,6 @@
 """The command line: `ludus train | eval | rollout | synth | init | settings | show | view | envs | check`, ...
 
-The options of the commands are in the modules that end in `_commands`, and in `serve`. What a command does is
+The options of the commands are in the modules that end in `_commands`, and in `check`. What a command does is
 imported when it runs, so that `ludus --help` and the lighter commands do not wait for torch.
 """
 
@@ -21,7 +21,7 @@ from ludus.cli.data_commands import mcp_rl, prefer, reward_model, synth
 from ludus.cli.look_commands import cluster, envs, init, settings, show, simulate, view
 from ludus.cli.options import ClickError, CommandGroup, RecipeCommand
 from ludus.cli.run_commands import evaluate, rollout, train
-from ludus.cli.serve.commands import serve_app
+from ludus.cli.serve_commands import serve_app
 from ludus.core.failures import LudusError
 
 

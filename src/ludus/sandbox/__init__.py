@@ -4,7 +4,6 @@
 `Execution` is a result. `Limits` and `SandboxConfig` are the settings. `ludus.sandbox.sql` runs SQL.
 """
 
-from ludus.sandbox.bundle import bundle, call
 from ludus.sandbox.config import (
     CannotFork,
     Limits,
@@ -14,7 +13,7 @@ from ludus.sandbox.config import (
     SessionEnded,
     SessionLost,
 )
-from ludus.sandbox.result import Execution, Outcome
+from ludus.sandbox.exchange import Execution, Outcome, bundle, call
 from ludus.sandbox.sandbox import (
     Layers,
     Sandbox,

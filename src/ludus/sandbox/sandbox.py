@@ -10,7 +10,6 @@ import asyncio
 import atexit
 import contextlib
 import functools
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from typing import Any, Literal, ParamSpec, Self, TypeVar
 from ludus.core.failures import CannotFork, ConfigError, LudusError
 from ludus.core.messages import released_slot
 from ludus.sandbox.config import BACKENDS, Limits, SandboxConfig, SandboxError
-from ludus.sandbox.result import Execution
+from ludus.sandbox.exchange import Execution
 
 Files = Mapping[str, bytes | str]
 
@@ -254,23 +253,6 @@ def finishes(make: Callable[P, Coroutine[Any, Any, Made]]) -> Callable[P, Corout
 async def _closed_when_made(task: asyncio.Task[Made]) -> None:
     with contextlib.suppress(LudusError):
         await (await task).close()
-
-
-def checked_argv(argv: Sequence[str]) -> list[str]:
-    """The words of a command, NUL and lone surrogates escaped."""
-    if isinstance(argv, str | bytes) or not argv:
-        raise ValueError(f'argv is a list of words such as ["ls", "-la"], not {argv!r:.60}; see `shell`')
-    return [os.fsdecode(encode_argument(word)) for word in argv]
-
-
-def encode_text(given: str) -> bytes:
-    """UTF-8, with lone surrogates kept."""
-    return given.encode("utf-8", "surrogatepass")
-
-
-def encode_argument(word: str) -> bytes:
-    """A word of a command line, with NUL and lone surrogates escaped."""
-    return word.replace("\0", "\\0").encode("utf-8", "backslashreplace")
 
 
 class Sandbox(ClosedAtExit):

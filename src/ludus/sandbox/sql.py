@@ -260,7 +260,7 @@ def _request(database: Database, limits: SqlLimits, scratch: str | None) -> dict
 async def _ask(
     where: Sandbox | Session, database: Database, request: dict[str, Any], limits: SqlLimits
 ) -> dict[str, Any] | QueryResult:
-    modules = (f"{_GUEST}.sql_entry", f"{_GUEST}.sql_{database.engine}")
+    modules = (f"{_GUEST}.sql_entry", f"{_GUEST}.sql_engines")
     code = bundle(*modules, then=call(modules[0], "main"))
     stdin = json.dumps(request)
     wall = limits.seconds + _MARGIN_SECONDS

@@ -148,7 +148,7 @@ def check_reward(
 
     Without labels: which unit tests of the tasks pass with solutions that solve nothing.
     """
-    from ludus.cli.check.reward import reward_findings
+    from ludus.cli.check.data import reward_findings
 
     _finish(reward_findings(reward, labels, threshold, tasks), reward)
 

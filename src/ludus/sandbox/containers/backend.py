@@ -46,15 +46,12 @@ from ludus.sandbox.containers.execution import (
     with_output,
     wrapped,
 )
+from ludus.sandbox.exchange import Execution, Outcome, checked_argv, encode_argument, encode_text
 from ludus.sandbox.guest.interpreter import SHELL_SCRIPT
-from ludus.sandbox.result import Execution, Outcome
 from ludus.sandbox.sandbox import (
     Layers,
     SandboxBackend,
     Session,
-    checked_argv,
-    encode_argument,
-    encode_text,
 )
 
 T = TypeVar("T")

@@ -22,10 +22,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from ludus.sandbox.bundle import bundle, call
 from ludus.sandbox.config import Limits, SandboxError
 from ludus.sandbox.containers.engines import Command, ContainerEngine
-from ludus.sandbox.result import Execution, Outcome, OutputBuffer, execution_of
+from ludus.sandbox.exchange import Execution, Outcome, OutputBuffer, bundle, call, execution_of
 
 GRACE_SECONDS = 10.0
 """How long the engine may take beyond what a program may."""

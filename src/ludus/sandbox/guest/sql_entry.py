@@ -1,6 +1,6 @@
 """The SQL runner in the guest: one request from stdin, one JSON answer to stdout.
 
-`sql_entry` and one of `sql_sqlite` and `sql_duckdb` are sent to the sandbox as text (`sandbox.bundle`), so they
+`sql_entry` and `sql_engines` are sent to the sandbox as text (`sandbox.exchange`), so they
 import the standard library (and duckdb) only. They harden the engines against the model's SQL: read-only
 connections, an authorizer, no attached files, no extensions, limits on time, memory, values and rows. The
 sandbox bounds whatever that misses.
@@ -90,14 +90,9 @@ def answer(request: Json) -> Json:
 
 
 def _connect(request: Json) -> SqlEngine:
-    """Connect. Only the module of the requested engine was sent along."""
-    if request["engine"] == "sqlite":
-        from ludus.sandbox.guest.sql_sqlite import Sqlite
+    from ludus.sandbox.guest.sql_engines import Duck, Sqlite
 
-        return Sqlite(request)
-    from ludus.sandbox.guest.sql_duckdb import Duck
-
-    return Duck(request)
+    return Sqlite(request) if request["engine"] == "sqlite" else Duck(request)
 
 
 def _error(kind: str, message: str) -> Json:

@@ -19,10 +19,10 @@ from typing import Any, Literal
 
 from ludus.core.messages import released_slot
 from ludus.sandbox.config import Limits, SandboxConfig, SandboxError, SandboxUnavailable, SessionLost
+from ludus.sandbox.exchange import Execution
 from ludus.sandbox.processes.isolation import ProcessLayers, prepare
 from ludus.sandbox.processes.session import ProcessSession
 from ludus.sandbox.processes.worker import SandboxWorker
-from ludus.sandbox.result import Execution
 from ludus.sandbox.sandbox import Files, SandboxBackend, Session
 
 _STARTING_SECONDS = 0.03

@@ -16,14 +16,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ludus.sandbox.config import Limits, SandboxError
-from ludus.sandbox.guest import frames
-from ludus.sandbox.result import (
+from ludus.sandbox.exchange import (
     OutputBuffer,
     ProcessExit,
     ended_at_once,
     looks_killed,
     unfinished,
 )
+from ludus.sandbox.guest import frames
 
 if TYPE_CHECKING:
     from ludus.sandbox.processes.worker import SandboxWorker

@@ -20,6 +20,18 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ludus.sandbox.config import CannotFork, SandboxError, SessionEnded, SessionLost
+from ludus.sandbox.exchange import (
+    Execution,
+    Outcome,
+    ProcessExit,
+    SlotUsage,
+    checked_argv,
+    encode_argument,
+    encode_text,
+    execution_of,
+    looks_killed,
+    unfinished,
+)
 from ludus.sandbox.guest import frames
 from ludus.sandbox.processes.guest_process import (
     CONTROL_GROUP_FULL,
@@ -29,16 +41,7 @@ from ludus.sandbox.processes.guest_process import (
     first,
 )
 from ludus.sandbox.processes.worker import TemplateProcess
-from ludus.sandbox.result import (
-    Execution,
-    Outcome,
-    ProcessExit,
-    SlotUsage,
-    execution_of,
-    looks_killed,
-    unfinished,
-)
-from ludus.sandbox.sandbox import Session, Snapshot, checked_argv, encode_argument, encode_text, finishes
+from ludus.sandbox.sandbox import Session, Snapshot, finishes
 
 if TYPE_CHECKING:
     from ludus.sandbox.processes.worker import SandboxWorker

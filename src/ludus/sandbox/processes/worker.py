@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from ludus.sandbox.config import CannotFork, Limits, SandboxError, SessionEnded, SessionLost
+from ludus.sandbox.exchange import ProcessExit, wait_status
 from ludus.sandbox.processes.guest_process import ControlChannel, GuestProcess
 from ludus.sandbox.processes.machine import (
     END_SECONDS,
@@ -40,7 +41,6 @@ from ludus.sandbox.processes.machine import (
     share_of_subids,
     wait_or_kill,
 )
-from ludus.sandbox.result import ProcessExit, wait_status
 
 _START_SECONDS = 120.0
 _WORKERS_APART = 2_000

@@ -1,4 +1,4 @@
-"""Results of executions, from what the guest reports or from how its process ended. Pure functions.
+"""What goes into a guest (modules of Ludus as source code, text, commands), and what comes out: results. Pure.
 
 What the guest reports is data from a hostile process: every field is checked. How a process ended is known from
 the kernel alone.
@@ -6,18 +6,68 @@ the kernel alone.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from ludus.sandbox.config import Limits, SandboxError, SessionLost
 from ludus.sandbox.guest import frames
 
+# A bundle defines each module under its full name before the next one runs, so modules that import each other
+# work unchanged in a sandbox, which cannot see this package.
+_DEFINE = """\
+def _define(name, source):
+    import sys, types
+    module = sys.modules[name] = types.ModuleType(name)
+    exec(compile(source, name, "exec"), module.__dict__)
+"""
+
 _MOST_TEXT = 50_000
 _DISCARDED = 16 << 20
 """Output beyond its limit that is read and thrown away before the program is stopped."""
+
+
+@cache
+def bundle(*modules: str, then: str = "") -> str:
+    """Source code that defines the named modules in this order and runs `then`."""
+    definitions = [f"_define({name!r}, {_source(name)!r})" for name in modules]
+    return "\n".join([_DEFINE, *definitions, then, ""])
+
+
+def _source(name: str) -> str:
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(f"there is no module {name!r} to bundle", name=name)
+    return Path(spec.origin).read_text(encoding="utf-8")
+
+
+def call(module: str, function: str, arguments: Sequence[str] = ()) -> str:
+    """Source that calls a function of a bundled module with text arguments."""
+    given = ", ".join(repr(one) for one in arguments)
+    return f"__import__('sys').modules[{module!r}].{function}({given})"
+
+
+def checked_argv(argv: Sequence[str]) -> list[str]:
+    """The words of a command, NUL and lone surrogates escaped."""
+    if isinstance(argv, str | bytes) or not argv:
+        raise ValueError(f'argv is a list of words such as ["ls", "-la"], not {argv!r:.60}; see `shell`')
+    return [os.fsdecode(encode_argument(word)) for word in argv]
+
+
+def encode_text(given: str) -> bytes:
+    """UTF-8, with lone surrogates kept."""
+    return given.encode("utf-8", "surrogatepass")
+
+
+def encode_argument(word: str) -> bytes:
+    """A word of a command line, with NUL and lone surrogates escaped."""
+    return word.replace("\0", "\\0").encode("utf-8", "backslashreplace")
 
 
 class Outcome(StrEnum):

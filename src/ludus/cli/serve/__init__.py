@@ -1,1 +1,0 @@
-"""`ludus serve`: tools, environments, models and MCP servers."""
