@@ -296,7 +296,6 @@ def _in_parts(message: Json) -> Json:
 def load_tokenizer(
     name_or_path: str | Path,
     *,
-    chat_template: str | None = None,
     template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     revision: str | None = None,
     trust_remote_code: bool = False,
@@ -319,11 +318,10 @@ def load_tokenizer(
             f"no tokenizer could be loaded from {where!r}: it is neither a folder with tokenizer files "
             f"nor a model that the hub gives ({type(error).__name__}: {str(error).strip():.200})"
         ) from error
-    if chat_template is None and not getattr(tokenizer, "chat_template", None):
-        chat_template = _processor_template(where, revision)
+    has_template = getattr(tokenizer, "chat_template", None)
     return HFTokenizer(
         tokenizer,
-        chat_template=chat_template,
+        chat_template=None if has_template else _processor_template(where, revision),
         stop_tokens=_generation_stops(where, revision),
         template_kwargs=template_kwargs,
     )

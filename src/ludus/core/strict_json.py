@@ -52,16 +52,13 @@ def whole_json(text: str, *, depth: int = MAX_DEPTH, most: int | None = None) ->
     return value
 
 
-def read_object(data: bytes | bytearray, *, depth: int = 100, most: int = 200_000) -> Json:
-    """The object that the body of a request is, in UTF-8; `BadJson` when it is anything else.
-
-    `most` bounds its keys and values together: what is done with each takes longer than to read it.
-    """
+def read_object(data: bytes | bytearray) -> Json:
+    """The object that the body of a request is, in UTF-8; `BadJson` when it is anything else."""
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise BadJson(f"it is not UTF-8 (byte {error.start})") from None
-    body = whole_json(text, depth=depth, most=most)
+    body = whole_json(text, depth=100, most=200_000)  # to use a value takes longer than to read it
     if not isinstance(body, dict):
         raise BadJson("it must be a JSON object")
     return body

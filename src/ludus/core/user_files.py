@@ -18,7 +18,7 @@ from typing import Any
 from ludus.core.failures import ConfigError, not_there
 
 
-def file_problem(path: str | Path, what: str = "file", *, beside_recipe: bool = True) -> str | None:
+def file_problem(path: str | Path, *, beside_recipe: bool = True) -> str | None:
     """Why there is no regular file that can be read; None where there is one."""
     shown = str(path)
     try:
@@ -26,15 +26,15 @@ def file_problem(path: str | Path, what: str = "file", *, beside_recipe: bool = 
     except (FileNotFoundError, NotADirectoryError):
         if Path(path).is_symlink():
             return f"{shown} is a link to {Path(path).readlink()}, which is not there"
-        return not_there(path, what, beside_recipe=beside_recipe)
+        return not_there(path, beside_recipe=beside_recipe)
     except OSError as error:
         return f"{shown} cannot be read: {error.strerror or error}"
     except ValueError as error:  # a null byte
         return f"{shown!r} is no path: {error}"
     if stat.S_ISDIR(mode):
-        return f"{shown} is a folder, and a {what} is expected"
+        return f"{shown} is a folder, and a file is expected"
     if not stat.S_ISREG(mode):  # opening a pipe waits for its writer
-        return f"{shown} is a pipe or a device: write its content to a {what}"
+        return f"{shown} is a pipe or a device: write its content to a file"
     if not os.access(path, os.R_OK):
         return f"{shown} cannot be read: you have no permission to (chmod u+r)"
     return None

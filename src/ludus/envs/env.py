@@ -338,9 +338,9 @@ async def reset_env(
     return as_observation(await call_env(env.reset, task, timeout=timeout, **arguments))
 
 
-async def step_env(env: Any, action: str, *, timeout: float | None = None) -> Step:
+async def step_env(env: Any, action: str) -> Step:
     """Do a plain-text action."""
-    return as_step(await call_env(env.step, action, timeout=timeout))
+    return as_step(await call_env(env.step, action))
 
 
 def setting_of(env: Any, name: str) -> Any:

@@ -30,6 +30,7 @@ _UNPRINTABLE = re.compile(
 
 LOSSES = ("sft/loss", "dpo/loss", "rejection/loss", "distill/loss")
 """Loss curves of the stages that need not play."""
+_WINDOW = 5
 _COLOURS = {"loss": "0.4", "reward": "tab:orange"}
 
 
@@ -129,10 +130,8 @@ def _markdown_cell(text: str) -> str:
     return printable(text).replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ")
 
 
-def plot_curve(
-    path: str | Path, rows: Sequence[Mapping[str, Any]], *, title: str = "", window: int = 5
-) -> None:
-    """Draw success and reward over the steps, smoothed over `window` steps, with evaluations as points.
+def plot_curve(path: str | Path, rows: Sequence[Mapping[str, Any]], *, title: str = "") -> None:
+    """Draw success and reward over the steps, smoothed over `_WINDOW` steps, with evaluations as points.
 
     What a run learned before it played (a warm start) has a panel of its own, with its loss: it may have ten
     times the steps. `rows` are those of metrics.jsonl. Nothing of matplotlib's global state is touched.
@@ -151,9 +150,9 @@ def plot_curve(
     handles: dict[str, Any] = {}
     for axis, (beside, shown) in zip(axes, panels, strict=True):
         other = axis.twinx()
-        _draw(axis, shown, "success", "tab:blue", window)
+        _draw(axis, shown, "success", "tab:blue")
         for name in LOSSES if beside == "loss" else ("reward",):
-            _draw(other, shown, name, _COLOURS[beside], window, label=beside)
+            _draw(other, shown, name, _COLOURS[beside], label=beside)
         axis.set_ylim(-0.03, 1.03)
         axis.set_xlabel("step")
         axis.set_ylabel("success (share of episodes)", color="tab:blue")
@@ -182,14 +181,12 @@ def smoothed(values: Sequence[float], window: int) -> list[float]:
     return [sum(span) / len(span) for span in spans]
 
 
-def _draw(
-    axis: Any, rows: Sequence[Mapping[str, Any]], name: str, colour: str, window: int, label: str = ""
-) -> None:
+def _draw(axis: Any, rows: Sequence[Mapping[str, Any]], name: str, colour: str, label: str = "") -> None:
     steps, values = series(rows, name)
     label = label or name
     if steps:
         axis.plot(steps, values, color=colour, alpha=0.25, linewidth=1)
-        axis.plot(steps, smoothed(values, window), color=colour, linewidth=2, label=label)
+        axis.plot(steps, smoothed(values, _WINDOW), color=colour, linewidth=2, label=label)
     steps, values = series(rows, f"eval/{name}")
     if steps:
         axis.plot(steps, values, "o", color=colour, markeredgecolor="black", label=f"{label}, held out")

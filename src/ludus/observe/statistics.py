@@ -154,7 +154,6 @@ def paired_test(
     second: Sequence[Fraction | float],
     *,
     level: float = 0.95,
-    seed: int = 0,
 ) -> PairedTest:
     """Compare two models by their means on each task, `first` minus `second`, in the same order of tasks.
 
@@ -163,7 +162,7 @@ def paired_test(
     if len(first) != len(second) or not first:
         raise ValueError("a paired comparison needs the same tasks, at least one, on both sides")
     differences = [a - b for a, b in zip(first, second, strict=True)]
-    p_flip, is_exact = flip_test(differences, seed=seed)
+    p_flip, is_exact = flip_test(differences)
     wins, losses = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
     floats = [float(difference) for difference in differences]
     return PairedTest(

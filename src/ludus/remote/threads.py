@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -342,24 +342,6 @@ def frozen_gc() -> Iterator[None]:
             _gc_frozen_by -= is_ours
             if is_ours and _gc_frozen_by == 0:
                 gc.unfreeze()
-
-
-async def run_all(running: Sequence[Awaitable[T]]) -> list[T]:
-    """The results of all; when one fails, or the caller is cancelled, the others are stopped first."""
-    pending = [asyncio.ensure_future(one) for one in running]
-    try:
-        # A task even for a single one: it may turn a cancellation into a result, its caller must not.
-        return list(await asyncio.gather(*pending))
-    finally:
-        if not all(task.done() for task in pending):
-            await stop_all(pending)
-
-
-async def stop_all(running: Sequence[asyncio.Future[Any]]) -> None:
-    """Cancel what still runs, and wait until it has released its resources."""
-    for task in running:
-        task.cancel()
-    await asyncio.gather(*running, return_exceptions=True)
 
 
 # The event loop of a sync caller

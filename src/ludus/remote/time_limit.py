@@ -1,4 +1,4 @@
-"""A time limit for one episode; seconds spent in a Ludus queue do not count. Places and gates to wait at.
+"""How episodes wait: a time limit in which queues do not count, places and gates, and for several at once.
 
 Code that makes an episode wait for a place (a pool, the engine, a tool's limit, a server's queue) says so::
 
@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
-from typing import Literal
+from typing import Any, Literal, TypeVar
+
+T = TypeVar("T")
 
 
 class TimeLimit:
@@ -218,3 +220,24 @@ class GroupPlaces:
         self._places.release()
         self.left -= 1
         self.taken -= 1
+
+
+# For several at once
+
+
+async def run_all(running: Sequence[Awaitable[T]]) -> list[T]:
+    """The results of all; when one fails, or the caller is cancelled, the others are stopped first."""
+    pending = [asyncio.ensure_future(one) for one in running]
+    try:
+        # A task even for a single one: it may turn a cancellation into a result, its caller must not.
+        return list(await asyncio.gather(*pending))
+    finally:
+        if not all(task.done() for task in pending):
+            await stop_all(pending)
+
+
+async def stop_all(running: Sequence[asyncio.Future[Any]]) -> None:
+    """Cancel what still runs, and wait until it has released its resources."""
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)

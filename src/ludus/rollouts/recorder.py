@@ -407,6 +407,9 @@ class EngineSessions:
         self._held.clear()
 
 
+_CHAT_SECONDS = 600.0
+
+
 class EngineChatModel:
     """A `ChatModel` on an engine, such as the policy itself: each question is a request of its own.
 
@@ -419,12 +422,11 @@ class EngineChatModel:
         renderer: Renderer,
         name: str = "policy",
         *,
-        seconds: float = 600.0,
         gate: SamplingGate | None = None,
     ) -> None:
         self._engine, self._renderer = engine, renderer
         self._gate = gate or SamplingGate()
-        self._name, self._seconds = name, seconds
+        self._name = name
 
     @property
     def name(self) -> str:
@@ -450,14 +452,14 @@ class EngineChatModel:
         )
         await self._gate.passed()
         try:
-            async with asyncio.timeout(self._seconds) as deadline:
+            async with asyncio.timeout(_CHAT_SECONDS) as deadline:
                 completion = await self._engine.generate(prompt, sampling, media=opening.media)
         except EngineError as error:
             raise ChatError(f"{self._name} cannot be asked: {error}") from error
         except TimeoutError as error:
             if not deadline.expired():
                 raise
-            raise ChatError(f"{self._name} gave no answer within {self._seconds:g} seconds") from error
+            raise ChatError(f"{self._name} gave no answer within {_CHAT_SECONDS:g} seconds") from error
         if completion.finish is FinishReason.ABORTED:
             raise ChatError(f"{self._name}: the engine aborted the request")
         return ChatReply(

@@ -345,9 +345,9 @@ class WorkBudget:
     threads, because each keeps memory that its work has freed.
     """
 
-    def __init__(self, most: int, threads: int = 4) -> None:
+    def __init__(self, most: int) -> None:
         self._most = most
-        self._threads = ThreadExecutor(threads, name="budget")
+        self._threads = ThreadExecutor(4, name="budget")
         self.held = 0
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 

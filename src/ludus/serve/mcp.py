@@ -166,7 +166,7 @@ class AgentSessions:
         return ToolResult("\n\n".join(text for text in told if text), media=media)
 
 
-def make_mcp_server(sessions: AgentSessions, name: str = "ludus") -> Server[Any]:
+def make_mcp_server(sessions: AgentSessions) -> Server[Any]:
     """The protocol's side of it."""
 
     async def list_tools(
@@ -197,7 +197,7 @@ def make_mcp_server(sessions: AgentSessions, name: str = "ludus") -> Server[Any]
             return types.CallToolResult(content=[types.TextContent(text=text)], is_error=True)
         return _answer(result)
 
-    return Server(name, on_list_tools=list_tools, on_call_tool=call_tool)
+    return Server("ludus", on_list_tools=list_tools, on_call_tool=call_tool)
 
 
 def _session_id(context: ServerRequestContext[Any]) -> str:

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any, TextIO
+from typing import Any
 
 from ludus.core.failures import MissingExtraError
 from ludus.core.messages import Json, ToolResult
@@ -175,12 +175,12 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line)
 
 
-def log_as_json(stream: TextIO | None = None, level: int = logging.INFO) -> None:
-    """Make JSON lines on `stream` (standard error) the log of this whole process.
+def log_as_json(level: int = logging.INFO) -> None:
+    """Make JSON lines on standard error the log of this whole process.
 
     Of other libraries, warnings and worse are logged.
     """
-    handler = logging.StreamHandler(stream or sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     logging.getLogger("ludus").setLevel(level)

@@ -180,13 +180,12 @@ async def replay(
     seed: int,
     attempt: int = 0,
     then: Engine | None = None,
-    max_turns: int | None = None,
 ) -> Trajectory:
-    """Play these actions at a task, and score them; `then` goes on, for `max_turns` in all.
+    """Play these actions at a task, and score them; `then` goes on.
 
     What is played at the same time needs different seeds: they name the episodes, and so their environments.
     """
-    turns = len(actions) if then is None else max_turns or rollout.budgets.max_turns
+    turns = len(actions) if then is None else rollout.budgets.max_turns
     playing = replace(
         rollout,
         engine=RecordedEngine(actions, then),

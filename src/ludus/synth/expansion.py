@@ -68,10 +68,7 @@ class LabelledTask:
 
 
 async def judge_label(
-    candidate: LabelledTask,
-    specs: Sequence[ToolSpec],
-    judge: ChatModel,
-    options: ChatOptions = ChatOptions(),  # noqa: B008 - frozen
+    candidate: LabelledTask, specs: Sequence[ToolSpec], judge: ChatModel
 ) -> LabelVerdict:
     """The judge's verdict; `ChatError` where it gives none."""
     known = {spec.name for spec in specs}
@@ -90,7 +87,7 @@ async def judge_label(
         "tools": [spec.as_openai()["function"] for spec in specs],
         "calls": candidate.label,
     }
-    return await ask(judge, _JUDGE, given, LabelVerdict, options, check=check)
+    return await ask(judge, _JUDGE, given, LabelVerdict, ChatOptions(), check=check)
 
 
 def mended(candidate: LabelledTask, verdict: LabelVerdict) -> LabelledTask:

@@ -215,7 +215,7 @@ class IndexState:
 class EpisodeIndex:
     """The table. `sync` may run in one thread while others query."""
 
-    def __init__(self, workspace: Workspace, *, memory: str = "512MB", threads: int = 2) -> None:
+    def __init__(self, workspace: Workspace) -> None:
         try:
             import duckdb
         except ImportError:
@@ -227,8 +227,8 @@ class EpisodeIndex:
         self._lock = FolderLock(self._folder / ".lock")
         self._lock.acquire()
         settings = {
-            "memory_limit": memory,
-            "threads": threads,
+            "memory_limit": "512MB",
+            "threads": 2,
             "temp_directory": str(self._folder / "spill"),
             "autoinstall_known_extensions": False,  # nothing is loaded from outside
             "autoload_known_extensions": False,

@@ -175,15 +175,13 @@ class PathPlanner:
             before = self._add(tool, calls, depth, frozenset(route), link)
         return CallPath(tuple(calls), "connect") if len(calls) <= self.max_calls else None
 
-    def through(
-        self, first: str | None, last: str, given: frozenset[str] = frozenset(), depth: int = 2
-    ) -> CallPath:
+    def through(self, first: str | None, last: str, given: frozenset[str] = frozenset()) -> CallPath:
         """Calls that end with `first` and then `last`, side by side; `last` is given these parameters too.
 
         What of the first result fits the last call is taken from it. Without a `first`, `last` begins.
         """
         calls: list[PathCall] = []
-        depth = depth if first is not None else 0
+        depth = 2 if first is not None else 0
         wanted = [
             taken
             for taken in self.graph.parameters[last]

@@ -226,23 +226,18 @@ def difficulty_table(levels: Sequence[Difficulty]) -> ReportTable:
     )
 
 
-def balanced(
-    found: Sequence[Difficulty],
-    quality: Sequence[float],
-    target: Mapping[Difficulty, float] = TARGET,
-    seed: int = 0,
-) -> set[int]:
-    """The largest part of a set with the target's mix, of each difficulty the best first.
+def balanced(found: Sequence[Difficulty], quality: Sequence[float]) -> set[int]:
+    """The largest part of a set with the mix of `TARGET`, of each difficulty the best first.
 
     A difficulty of which there is nothing is left out of the target, rather than the whole set.
     """
     counts = Counter(found)
-    there = {name: share for name, share in target.items() if counts[name] and share > 0}
+    there = {name: share for name, share in TARGET.items() if counts[name] and share > 0}
     if not there:
         return set()
     total = min(counts[name] * sum(there.values()) / share for name, share in there.items())
     chosen: set[int] = set()
-    order = shuffled(len(found), key(seed, "difficulty"))
+    order = shuffled(len(found), key(0, "difficulty"))
     for name, share in there.items():
         most = max(1, math.floor(total * share / sum(there.values()) + 1e-9))
         own = sorted((i for i in order if found[i] == name), key=lambda i: -quality[i])

@@ -50,12 +50,12 @@ def jaccard(a: frozenset[int], b: frozenset[int]) -> float:
     return sum(one in a and one in b for one in union) / len(union)
 
 
-def shingles(text: str, size: int = 3) -> set[str]:
-    """The runs of `size` words of a text; the words themselves where there are fewer."""
+def shingles(text: str) -> set[str]:
+    """The runs of three words of a text; the words themselves where there are fewer."""
     words = text.lower().split()
-    if len(words) < size:
+    if len(words) < 3:
         return set(words)
-    return {" ".join(words[i : i + size]) for i in range(len(words) - size + 1)}
+    return {" ".join(words[i : i + 3]) for i in range(len(words) - 2)}
 
 
 class DuplicateIndex:

@@ -101,7 +101,7 @@ def read_preferences(source: str | Path, columns: Columns | None = None) -> list
     return list(_parsed_rows(source, columns, what, _preference))
 
 
-def read_scored_steps(source: str | Path, columns: Columns | None = None) -> list[ScoredSteps]:
+def read_scored_steps(source: str | Path) -> list[ScoredSteps]:
     """Conversations with `scores`, or the episodes of a Parquet file whose turns have rewards."""
     if str(source).endswith(".parquet") and holds_trajectories(source):
         read = with_images(read_trajectories(source), Path(source))
@@ -112,7 +112,7 @@ def read_scored_steps(source: str | Path, columns: Columns | None = None) -> lis
         ]
         return [one for one in found if len(answers(one.messages)) == len(one.scores)]
     what = 'a conversation {"messages": [...], "scores": [...]}'
-    return list(_parsed_rows(source, columns, what, _scored_steps))
+    return list(_parsed_rows(source, None, what, _scored_steps))
 
 
 def read_labelled(source: str | Path, columns: Columns | None = None) -> list[tuple[Conversation, bool]]:

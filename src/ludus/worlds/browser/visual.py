@@ -90,20 +90,20 @@ def page_of(answer: str) -> str | None:
     return answer if "</" in answer else None
 
 
-async def render_page(html: str, executable: str | None = None) -> bytes | None:
+async def render_page(html: str) -> bytes | None:
     """A PNG of the page, or None where the page cannot be rendered; a browser that dies is an `InfraError`."""
     host = acquire_host()
     try:
-        return await host.run(_picture(host, html, executable))
+        return await host.run(_picture(host, html))
     finally:
         await asyncio.to_thread(release_host, host)
 
 
-async def _picture(host: BrowserHost, html: str, executable: str | None) -> bytes | None:
+async def _picture(host: BrowserHost, html: str) -> bytes | None:
     from playwright.async_api import Error
 
     policy = NetworkPolicy()
-    chromium, context = await host.new_context(policy, executable, {"viewport": _VIEWPORT})
+    chromium, context = await host.new_context(policy, None, {"viewport": _VIEWPORT})
     try:
         async with asyncio.timeout(3 * _SECONDS):
             page = await context.new_page()
