@@ -61,15 +61,14 @@ from ludus.training.ranks.wire import (
 
 _STOPS = frozenset({signal.SIGINT, signal.SIGTERM})
 _POLL_SECONDS, _GIVE_UP_SECONDS = 0.5, 10.0
-_PATIENCE = 30.0
 
 
 class StopWatch:
     """Ends calls that make no progress after a signal to stop."""
 
-    def __init__(self, give_up: Callable[[], None]) -> None:
-        """`give_up` kills the other ranks, after `_PATIENCE` seconds without progress."""
-        self._give_up = give_up
+    def __init__(self, give_up: Callable[[], None], seconds: float = 30.0) -> None:
+        """`give_up` kills the other ranks, after so many seconds without progress."""
+        self._give_up, self._seconds = give_up, seconds
         self._closed = threading.Event()
         self.progress: Callable[[], object] = str
         """None while nothing is waited for; else something that changes with each collective."""
@@ -96,7 +95,7 @@ class StopWatch:
 
     def _watch(self) -> None:
         last, since = self.progress(), time.monotonic()
-        while last is None or time.monotonic() - since < _PATIENCE:
+        while last is None or time.monotonic() - since < self._seconds:
             if self._closed.wait(_POLL_SECONDS):
                 return
             if (now := self.progress()) != last:
