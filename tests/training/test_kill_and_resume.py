@@ -242,7 +242,11 @@ def test_a_run_that_is_killed_takes_its_engines_with_it(tmp_path: Path) -> None:
         while _engines_of(tmp_path) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not _engines_of(tmp_path)
-    killer.finish(killer.start(tmp_path / "cut", 1))
+    last = killer.start(tmp_path / "cut", 1)
+    while last.exitcode is None and len(_engines_of(tmp_path)) < 2:
+        time.sleep(0.05)
+    assert len(_engines_of(tmp_path)) == 2
+    killer.finish(last)
     _check_whole(tmp_path / "cut")
     assert not _engines_of(tmp_path)
 
@@ -273,4 +277,4 @@ def _check_whole(folder: Path) -> None:
     assert not hidden, "leftovers of writes that were cut off"
     latest = run.latest_checkpoint(thorough=True)
     assert latest is not None and latest.step == steps
-    assert not json.loads((latest.path / "stage.json").read_text())["rollouts"]["deals"]
+    assert not json.loads((latest.path / "stage.json").read_text())["rollouts"]["plans"]
