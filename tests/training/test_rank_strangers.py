@@ -10,7 +10,7 @@ import signal
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ import torch
 from stranger import HELLO, Payload
 from test_ranks import pids
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
-from warm_python import WarmProcess, warm_python
 
 from called_ranks import CalledRanks, CallProgram, called_ranks
 from ludus.core import ConfigError, LudusError
@@ -30,33 +29,56 @@ from ludus.training.ranks import worker as served_rank
 from ludus.training.ranks.processes import RankError, RankProcess, start_ranks
 from ludus.training.ranks.wire import KEY, STORE, SignedStore, StrangerError, join_store
 from ludus.training.ranks.worker import spawn_rank
+from warm_python import WarmProcess, warm
 
 pytestmark = pytest.mark.timeout(200)
 HERE = Path(__file__).parent
 SERVE = "from ludus.training.ranks.worker import serve_rank; serve_rank()"
-Started = Callable[..., WarmProcess]
+WARM = ("ludus.cli.options", "ludus.training.ranks.worker", "ludus.training.ranks.processes")
+
+
+class Program(WarmProcess):
+    """A program whose standard error is read."""
+
+    def __init__(self, command: Sequence[str], variables: Mapping[str, str]) -> None:
+        read, write = os.pipe()
+        self.stderr = open(read)  # noqa: PTH123, SIM115 - a pipe
+        try:
+            super().__init__(command, {**os.environ, **variables}, stderr=write)
+        finally:
+            os.close(write)
+
+    def ended(self, timeout: float) -> str:
+        """What it said, once it has ended."""
+        self.wait(timeout)
+        return self.stderr.read()
+
+
+Started = Callable[..., Program]
 
 
 @pytest.fixture(scope="module")
 def _warm() -> Iterator[None]:
-    with warm_python():
+    with warm(*WARM):
         yield
 
 
 @pytest.fixture
 def started(_warm: None) -> Iterator[Started]:
-    made: list[WarmProcess] = []
+    made: list[Program] = []
 
-    def start(*command: str, **variables: str) -> WarmProcess:
-        made.append(WarmProcess(command, variables))
+    def start(*command: str, **variables: str) -> Program:
+        made.append(Program(command, variables))
         return made[-1]
 
     yield start
     for process in made:
-        process.close()
+        process.kill()
+        process.wait()
+        process.stderr.close()
 
 
-def stranger(started: Started, port: int, rank: int, way: str, mark: Path) -> WarmProcess:
+def stranger(started: Started, port: int, rank: int, way: str, mark: Path) -> Program:
     return started(str(HERE / "stranger.py"), str(port), str(rank), way, str(mark))
 
 
@@ -77,7 +99,7 @@ def test_a_rank_does_nothing_that_a_stranger_says(
         "-c", SERVE, RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2",
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port), **{KEY: key.hex()},
     )  # fmt: skip
-    _, told = rank.communicate(timeout=120)
+    told = rank.ended(120)
     assert rank.returncode == 1
     assert "trainer rank 1 ended" in told and "this run's key" in told, told
     assert not mark.exists()
@@ -267,7 +289,7 @@ def test_ranks_of_one_machine_listen_on_loopback_and_their_store_is_private(
         assert key not in Path(f"/proc/{rank}/cmdline").read_bytes()
         intruders = [started("-c", INTRUDE, str(port), str(mark)) for _, port in open_ones]
         for intruder in intruders:
-            _, said = intruder.communicate(timeout=60)
+            said = intruder.ended(60)
             assert said == "tries\n", said
             assert ranks.run(pids) == os.getpid()
         assert not mark.exists()
@@ -350,7 +372,7 @@ def test_a_rank_that_waits_for_a_stranger_obeys_signals(
     assert leader.stderr.readline() == "waits\n"
     time.sleep(0.5)
     leader.send_signal(number)
-    _, told = leader.communicate(timeout=60)
+    told = leader.ended(60)
     assert leader.returncode == 128 + number
     assert "gives up" in told and f"told to stop ({number.name})" in told and "--resume" in told
 
@@ -377,5 +399,5 @@ def test_the_event_loop_hears_of_signals_as_ever(started: Started, number: signa
     process = started("-c", TOLD)
     assert process.stderr.readline() == "waits\n"
     process.send_signal(number)
-    _, told = process.communicate(timeout=30)
+    told = process.ended(60)
     assert told.startswith("cancelled")
