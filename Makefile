@@ -5,10 +5,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 # The fast tests in four parts of about the same time, each in a process of its own; the fourth is all other tests.
+# Tests of commands and of images are with the servers, which wait more than they compute.
 # Tests of sandboxes are in one part: no two of them compete for a user's limits.
 SANDBOXES := tests/sandbox tests/rewards
-SERVERS := tests/dist tests/serve tests/tools tests/test_docs.py tests/engine/test_engine_remote.py tests/engine/test_engine_remote_eval.py
-RUNS := tests/training tests/cli
+SERVERS := tests/dist tests/serve tests/tools tests/cli tests/vision tests/test_docs.py tests/engine/test_engine_remote.py tests/engine/test_engine_remote_eval.py
+RUNS := tests/training
 OTHERS := $(addprefix --ignore=,$(SANDBOXES) $(SERVERS) $(RUNS))
 
 .PHONY: quickstart test test-slow test-worlds test-gpu lint format bench docs shape clean help

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from parsed_source import parsed
+
 SOURCE = Path(__file__).parent.parent / "src" / "ludus"
 LEVELS = {
     "core": 0,
@@ -58,7 +60,7 @@ def _imports(tree: ast.Module, *, top_level_only: bool = False) -> Iterator[str]
 @cache
 def _modules() -> list[tuple[str, str, ast.Module]]:
     files = [f for f in SOURCE.rglob("*.py") if f.parent != SOURCE]
-    return [(f.relative_to(SOURCE).parts[0], str(f), ast.parse(f.read_text())) for f in files]
+    return [(f.relative_to(SOURCE).parts[0], str(f), parsed(f)) for f in files]
 
 
 def test_every_room_is_known() -> None:

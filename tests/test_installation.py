@@ -12,11 +12,13 @@ import tomllib
 import venv
 import zipfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from ludus.core.failures import DISTRIBUTION, MissingExtraError, install_command
+from parsed_source import parsed
 
 ROOT = Path(__file__).parent.parent
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -59,17 +61,18 @@ DEPENDENCIES = {
 }
 
 
-def texts_of(path: Path) -> Iterator[str]:
+@cache
+def texts_of(path: Path) -> list[str]:
     """What a file says, and its strings put together, with `{}` where something is filled in."""
     text = path.read_text()
-    yield text
-    for node in ast.walk(ast.parse(text)) if path.suffix == ".py" else ():
+    said = [text]
+    for node in ast.walk(parsed(path)) if path.suffix == ".py" else ():
         if isinstance(node, ast.JoinedStr):
-            yield "".join(
-                str(one.value) if isinstance(one, ast.Constant) else "{}" for one in node.values
-            )
+            values = (str(one.value) if isinstance(one, ast.Constant) else "{}" for one in node.values)
+            said.append("".join(values))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value
+            said.append(node.value)
+    return said
 
 
 def installed_names(text: str) -> Iterator[str]:

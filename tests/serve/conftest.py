@@ -8,6 +8,15 @@ import aiohttp
 import pytest
 from server_process import ServerProcess, serving
 
+from warm_python import warm
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm() -> Iterator[None]:
+    """Servers are processes that have imported themselves already."""
+    with warm("ludus.cli.main", "ludus.cli.serve_commands", "ludus.serve.app", "ludus.serve.mcp"):
+        yield
+
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[ServerProcess]:

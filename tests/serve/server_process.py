@@ -9,14 +9,13 @@ import os
 import secrets
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from ludus.core import Task, ToolContext
+from warm_python import WarmProcess
 
 TOOLS = Path(__file__).parent / "served_tools.py"
 _PROGRAM = (
@@ -38,18 +37,19 @@ class ServerProcess:
         """`env` adds to the environment; None takes a variable out of it."""
         references = [name if ":" in name or what != "tools" else f"{TOOLS}:{name}" for name in tools]
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, what, *references, *options],
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env={
-                name: value
-                for name, value in {**os.environ, "LUDUS_TOKEN": "", **(env or {})}.items()
-                if value is not None
-            },
-        )
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        variables = {**os.environ, "LUDUS_TOKEN": "", **(env or {})}
+        read, write = os.pipe()
+        self._said = open(read, "rb")  # noqa: PTH123, SIM115 - a pipe, closed with the process
+        try:
+            self.process = WarmProcess(
+                ["-c", _PROGRAM, what, *references, *options],
+                {name: value for name, value in variables.items() if value is not None},
+                stdout=write,
+                stderr=self._errors.fileno(),
+            )
+        finally:
+            os.close(write)
+        line = self._said.readline()
         if not line:
             self.process.wait(20)
             errors = self._error_text()
@@ -80,8 +80,7 @@ class ServerProcess:
     def close(self) -> None:
         if self.process.poll() is None:
             self.kill()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        self._said.close()
         self._errors.close()
 
 

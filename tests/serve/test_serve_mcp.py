@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,11 +23,12 @@ from ludus.envs.served import load_served
 from ludus.serve.mcp import AgentSessions
 from ludus.tools.hosting import LocalHost
 from ludus.tools.mcp import mcp_tools
+from warm_python import WarmProcess
 
 TOKEN = "a-token-of-many-characters"
 SOURCES = {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
 """Where children that begin with an environment of their own find this very ludus."""
-SERVE = [sys.executable, "-m", "ludus", "serve", "mcp"]
+SERVE = ["-c", "from ludus.cli.main import run; run()", "serve", "mcp"]
 
 TOOLS = '''
 import ludus
@@ -65,16 +65,17 @@ def code(tmp_path: Path) -> str:
 def serving(*words: str) -> Iterator[str]:
     """The address of a server over HTTP."""
     env = {"PATH": "/usr/bin:/bin", "LUDUS_TOKEN": TOKEN, **SOURCES}
-    process = subprocess.Popen(
-        [*SERVE, *words, "--http"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env
-    )
-    assert process.stdout is not None
-    try:
-        yield json.loads(process.stdout.readline())["address"]
-    finally:
-        process.terminate()
-        process.wait(20)
-        process.stdout.close()
+    read, write = os.pipe()
+    with open(read) as said, Path(os.devnull).open("w") as nothing:  # noqa: PTH123 - a pipe
+        try:
+            process = WarmProcess([*SERVE, *words, "--http"], env, stdout=write, stderr=nothing.fileno())
+        finally:
+            os.close(write)
+        try:
+            yield json.loads(said.readline())["address"]
+        finally:
+            process.terminate()
+            process.wait(20)
 
 
 def text(answer: Any) -> str:

@@ -8,11 +8,9 @@ import pickle
 import secrets
 import signal
 import stat
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,35 +29,56 @@ from ludus.training.ranks import wire as rank_store
 from ludus.training.ranks.processes import RankError, RankProcess, start_ranks
 from ludus.training.ranks.program import spawn_rank
 from ludus.training.ranks.wire import KEY, STORE, SignedStore, StrangerError, join_store
+from warm_python import WarmProcess, warm
 
 pytestmark = pytest.mark.timeout(200)
 HERE = Path(__file__).parent
 SERVE = "from ludus.training.ranks.program import serve_rank; serve_rank()"
-Started = Callable[..., "subprocess.Popen[str]"]
+WARM = ("ludus.cli.options", "ludus.training.ranks.program", "ludus.training.ranks.processes")
+
+
+class Program(WarmProcess):
+    """A program whose standard error is read."""
+
+    def __init__(self, command: Sequence[str], variables: Mapping[str, str]) -> None:
+        read, write = os.pipe()
+        self.stderr = open(read)  # noqa: PTH123, SIM115 - a pipe
+        try:
+            super().__init__(command, {**os.environ, **variables}, stderr=write)
+        finally:
+            os.close(write)
+
+    def ended(self, timeout: float) -> str:
+        """What it said, once it has ended."""
+        self.wait(timeout)
+        return self.stderr.read()
+
+
+Started = Callable[..., Program]
+
+
+@pytest.fixture(scope="module")
+def _warm() -> Iterator[None]:
+    with warm(*WARM):
+        yield
 
 
 @pytest.fixture
-def started() -> Iterator[Started]:
-    made: list[subprocess.Popen[str]] = []
+def started(_warm: None) -> Iterator[Started]:
+    made: list[Program] = []
 
-    def start(*command: str, **variables: str) -> subprocess.Popen[str]:
-        paths = os.pathsep.join(sys.path)
-        environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **variables}
-        made.append(
-            subprocess.Popen(
-                [sys.executable, *command], env=environment, text=True,
-                stdin=subprocess.PIPE, stderr=subprocess.PIPE,
-            )
-        )  # fmt: skip
+    def start(*command: str, **variables: str) -> Program:
+        made.append(Program(command, variables))
         return made[-1]
 
     yield start
     for process in made:
         process.kill()
-        process.communicate()
+        process.wait()
+        process.stderr.close()
 
 
-def stranger(started: Started, port: int, rank: int, way: str, mark: Path) -> subprocess.Popen[str]:
+def stranger(started: Started, port: int, rank: int, way: str, mark: Path) -> Program:
     return started(str(HERE / "stranger.py"), str(port), str(rank), way, str(mark))
 
 
@@ -80,7 +99,7 @@ def test_a_rank_does_nothing_that_a_stranger_says(
         "-c", SERVE, RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2",
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port), **{KEY: key.hex()},
     )  # fmt: skip
-    _, told = rank.communicate(timeout=120)
+    told = rank.ended(120)
     assert rank.returncode == 1
     assert "trainer rank 1 ended" in told and "this run's key" in told, told
     assert not mark.exists()
@@ -108,7 +127,7 @@ def test_what_was_not_signed_under_its_name_is_not_read(tmp_path: Path) -> None:
 def test_a_rank_waits_for_its_next_call_however_long(
     tmp_path: Path, monkeypatch: Any, kind: str
 ) -> None:
-    monkeypatch.setattr(served_rank, "_PATIENCE", timedelta(seconds=0.2))
+    monkeypatch.setattr(served_rank, "_PATIENCE", timedelta(seconds=0.05))
     monkeypatch.setattr(os, "_exit", lambda code: pytest.fail("it gave up"))
     path = str(tmp_path / "store")
     if kind == "file":
@@ -116,7 +135,7 @@ def test_a_rank_waits_for_its_next_call_however_long(
     else:
         writer = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         reader = TCPStore("127.0.0.1", writer.port, is_master=False)
-    later = threading.Timer(1.5, SignedStore(writer, b"k" * 32).set, ("a", b"1"))
+    later = threading.Timer(0.4, SignedStore(writer, b"k" * 32).set, ("a", b"1"))
     later.start()
     assert served_rank._waited_for(SignedStore(reader, b"k" * 32), "a") == b"1"
     later.join()
@@ -225,12 +244,13 @@ for sent in (b"", data, bytes(64) + data, b"\\xff" * 4096):
         link.sendall(sent)
         link.settimeout(0.5)
         link.recv(64)
-signal.alarm(10)  # what is no store does not answer
+print("tries", file=sys.stderr, flush=True)
+signal.alarm(5)  # what is no store does not answer
 with suppress(RuntimeError):
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=3))
     for call in range(1, 50):
         store.set(f"ludus/call/{call}", str(len(data)))
-    print("there is a store that anybody can write to")
+    print("there is a store that anybody can write to", file=sys.stderr, flush=True)
 """
 
 
@@ -267,10 +287,10 @@ def test_ranks_of_one_machine_listen_on_loopback_and_their_store_is_private(
         key = variables[KEY.encode()]
         assert len(bytes.fromhex(key.decode())) == 32
         assert key not in Path(f"/proc/{rank}/cmdline").read_bytes()
-        for _, port in open_ones:
-            intruder = started("-c", INTRUDE, str(port), str(mark))
-            said, _ = intruder.communicate(timeout=60)
-            assert not said
+        intruders = [started("-c", INTRUDE, str(port), str(mark)) for _, port in open_ones]
+        for intruder in intruders:
+            said = intruder.ended(60)
+            assert said == "tries\n", said
             assert ranks.run(pids) == os.getpid()
         assert not mark.exists()
     finally:
@@ -320,12 +340,13 @@ def test_ranks_of_torchrun_share_a_key_that_only_their_user_reads(
 # A stranger that holds the connection and says nothing: rank 0 obeys signals nevertheless.
 
 STUCK = """
-import asyncio, os, signal, sys, torch, torch.distributed as dist
+import asyncio, os, sys, torch, torch.distributed as dist
 from datetime import timedelta
 from torch._C._distributed_c10d import FileStore
 from ludus.cli.options import until_told
+from ludus.training.ranks import processes
 from ludus.training.ranks.processes import StopWatch
-signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
+processes._GIVE_UP_SECONDS = 0.5
 rank = int(sys.argv[1])
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 store = FileStore(sys.argv[2], -1)
@@ -348,20 +369,18 @@ def test_a_rank_that_waits_for_a_stranger_obeys_signals(
 ) -> None:
     started("-c", STUCK, "1", str(tmp_path / "store"))
     leader = started("-c", STUCK, "0", str(tmp_path / "store"))
-    assert leader.stderr is not None
     assert leader.stderr.readline() == "waits\n"
     time.sleep(0.5)
     leader.send_signal(number)
-    _, told = leader.communicate(timeout=60)
+    told = leader.ended(60)
     assert leader.returncode == 128 + number
     assert "gives up" in told and f"told to stop ({number.name})" in told and "--resume" in told
 
 
 TOLD = """
-import asyncio, signal, sys
+import asyncio, sys
 from ludus.cli.options import until_told
 from ludus.training.ranks.processes import StopWatch
-signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
 async def main():
     watch = StopWatch(lambda: None, seconds=1.0)
     watch.progress = lambda: None
@@ -378,8 +397,7 @@ asyncio.run(until_told(main()))
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_event_loop_hears_of_signals_as_ever(started: Started, number: signal.Signals) -> None:
     process = started("-c", TOLD)
-    assert process.stderr is not None
     assert process.stderr.readline() == "waits\n"
     process.send_signal(number)
-    _, told = process.communicate(timeout=30)
+    told = process.ended(60)
     assert told.startswith("cancelled")
