@@ -115,6 +115,7 @@ class ViewerApi(HttpApi):
             get("/api/history/{run}", self._history),
             get("/api/paired", self._paired),
             get("/api/episode" + episode, self._episode),
+            get("/api/neighbours" + episode, self._neighbours),
             get("/api/tokens" + episode, self._tokens),
             get("/api/text" + episode, self._text),
             get("/api/transcript" + episode, self._transcript),
@@ -279,6 +280,10 @@ class ViewerApi(HttpApi):
 
     async def _episode(self, request: web.Request) -> web.StreamResponse:
         return await self._answer(self._reader.view, *episode_place(request))
+
+    async def _neighbours(self, request: web.Request) -> web.StreamResponse:
+        query = episode_query(request)
+        return await self._answer(self._index.neighbours, query, *episode_place(request))
 
     async def _tokens(self, request: web.Request) -> web.StreamResponse:
         sequence, offset = integer(request, "sequence") or 0, integer(request, "offset") or 0
