@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -222,7 +223,8 @@ class ViewerApi(HttpApi):
         names = texts(request, "name")[:100]
         runs = texts(request, "run")[:20]
         first, last = integer(request, "first"), integer(request, "last")
-        return await self._answer(self._runs.series, runs, names, first, last)
+        apart = request.query.get("apart") == "1"
+        return await self._answer(partial(self._runs.series, runs, names, first, last, apart=apart))
 
     async def _diff(self, request: web.Request) -> web.StreamResponse:
         runs = texts(request, "run")[:10]
