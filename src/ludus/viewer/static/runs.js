@@ -69,7 +69,7 @@ function card(run, chosen, seeds) {
       h("div", { class: "row small soft" },
         run.live ? h("span", { class: "chip good" }, h("span", { class: "live-dot" }), "training") : h("span", { class: "faint" }, ago(run.updated)),
         run.kind !== "run" && h("span", { class: "chip accent" }, run.kind), run.algorithm && h("span", { class: "chip" }, plain(run.algorithm)),
-        seeds.length > 1 && h("a", { class: "chip accent", href: address(`/run/${encodeURIComponent(run.name)}`, { with: seeds.map((one) => one.name).filter((one) => one !== run.name) }), title: "Mean and band of the runs of this recipe" }, `${seeds.length} seeds`), run.model && h("span", { class: "faint" }, modelName(run.model)),
+        seeds.length > 1 && h("a", { class: "chip accent", href: address(`/run/${encodeURIComponent(run.name)}`, { with: seeds.map((one) => one.name).filter((one) => one !== run.name).sort() }), title: "Mean and band of the runs of this recipe" }, `${seeds.length} seeds`), run.model && h("span", { class: "faint" }, modelName(run.model)),
         worst > 0 && h("span", { class: "chip bad" }, `${worst} to look at`), run.problem && h("span", { class: "chip warn" }, plain(run.problem)))),
     h("div", { class: "number" }, h("span", { class: "small faint" }, run.headline || "no metrics"), h("b", {}, shown(run.headline, run.last)),
       change && h("span", { class: `small ${change.tone}` }, change.text)),
@@ -122,7 +122,7 @@ async function curves(body, name, others, all, detail, state, redraw, context) {
     Object.assign(found.definitions, part.definitions);
   }
   const several = found.lines.length > 1;
-  const seeds = all.filter((one) => one.recipe_key && one.recipe_key === detail.recipe_key).map((one) => one.name);
+  const seeds = all.filter((one) => one.recipe_key && one.recipe_key === detail.recipe_key).map((one) => one.name).sort();
   if (context.isOver() || state.tab !== "curves") return; // another tab was chosen meanwhile
   const zoom = (first, last) => { state.first = first; state.last = last; remember({ first, last }); redraw(); };
   const make = (title, members, large) => {
