@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 from ludus.core.messages import Json
-from ludus.observe import LOSSES, ResultFolder, definition_of, paired_test
+from ludus.observe import LOSSES, SPLITS, ResultFolder, definition_of, paired_test
 from ludus.viewer.episode_index import EpisodeIndex, FilterError
 from ludus.viewer.findings import run_findings
 from ludus.viewer.workspace import NotFound, Workspace, plain, series_of, thinned
@@ -19,12 +19,16 @@ HEADLINES = ("kept", "eval/success", "success", "reward", "eval/reward", "sft/lo
 """Headline metric of a run: the first of these that it has."""
 _SPARK_POINTS = 60
 SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("Outcome", ("success", "reward", "reward/", "pass@", "average@", "held_out_loss", "sets/")),
-    ("Failures", ("failure_share", "failures", "failure/", "aborted", "unscored", "stop/", "truncated")),
+    ("Outcome", ("success", "success_low", "success_high", "reward", "reward/", "pass@", "average@",
+                 "held_out_loss", "sets/")),
+    ("Failures", ("failure_share", "failures", "failure/", "failure_mode/", "aborted", "unscored", "stop/",
+                  "truncated")),
     ("Tools", ("tool_calls", "invalid_call_share", "tool/", "fault_share/", "fault/", "invalid_calls")),
-    ("Policy", ("entropy", "kl", "clip_fraction", "ratio_", "gradient_norm", "loss", "learning_rate", "ess")),
-    ("Lengths", ("tokens/", "turns", "proxy/", "tree/")),
-    ("Signal", ("no_signal", "groups_without_signal", "reward_std", "refilled", "masked", "broken/")),
+    ("Policy", ("entropy", "kl", "clip_fraction", "ratio_", "gradient_norm", "loss", "learning_rate",
+                "updates", "ess")),
+    ("Lengths", ("tokens/", "action_tokens", "turns", "prefix_sharing", "proxy/", "tree/")),
+    ("Signal", ("no_signal", "without_advantage", "groups_without_signal", "reward_std", "refilled",
+                "masked", "broken/")),
     ("Engine and trainer", ("logprob_difference_", "lag_", "versions_per_episode", "policy_version",
                             "importance_")),
     ("Speed", ("tokens_per_second", "episodes_per_second", "step_seconds", "time_share/", "seconds/", "gpu",
@@ -98,7 +102,7 @@ class RunReader:
     def detail(self, name: str) -> Json:
         """One run: its recipe, its metrics by section, and what needs a person."""
         rows, recipe = self._metrics(name), self._workspace.recipe(name)
-        names = sorted({key for row in rows for key in row} - {"step"})
+        names = sorted({key for row in rows for key in row} - {"step", "time"})
         return {
             **self._row(name),
             "recipe": plain(recipe),
@@ -163,7 +167,8 @@ def sections_of(names: Sequence[str]) -> list[Json]:
         own = []
         for pattern in wanted:
             for name in list(left):
-                bare = name.removeprefix("eval/").removeprefix("train/")
+                split, _, rest = name.partition("/")
+                bare = rest if split in SPLITS else name
                 if bare == pattern or (pattern[-1] in "/_@" and bare.startswith(pattern)) or (
                     pattern in ("kl", "clip_fraction", "gpu", "loss", "ess") and bare.startswith(pattern)
                 ):  # fmt: skip

@@ -207,7 +207,7 @@ export function families(names) {
     const tool = bare.match(/^tool\/(.*)\/(calls|errors)$/);
     let key = bare;
     if (tool) key = `tool ${tool[1]}`;
-    else if (/^(reward|failure|stop|time_share|seconds|tokens|fault|fault_share|broken)\/./.test(bare)) key = `${name.startsWith("eval/") ? "eval/" : ""}${bare.split("/")[0]}/*`;
+    else if (/^(reward|failure|failure_mode|stop|time_share|seconds|tokens|fault|fault_share|broken)\/./.test(bare)) key = `${name.startsWith("eval/") ? "eval/" : ""}${bare.split("/")[0]}/*`;
     else if (/^clip_fraction/.test(bare)) key = "clip_fraction";
     else if (/^(success|success_low|success_high)$/.test(bare)) key = "success";
     else if (/^lag_/.test(bare)) key = "staleness (versions behind)";

@@ -91,7 +91,7 @@ export async function runPage(context) {
     h("div", { class: "spread" },
       h("div", {}, h("h1", {}, plain(name)), h("div", { class: "row soft", style: { "margin-top": "8px" } },
         detail.live ? h("span", { class: "chip good" }, h("span", { class: "live-dot" }), "training now") : h("span", { class: "chip" }, `written ${ago(detail.updated)}`),
-        detail.algorithm && h("span", { class: "chip" }, plain(detail.algorithm)), detail.model && h("span", { class: "chip", title: detail.model }, modelName(detail.model)), detail.kind === "run" && h("span", { class: "small" }, `step ${detail.steps}${detail.planned ? ` of ${detail.planned}` : ""}`))),
+        detail.algorithm && h("span", { class: "chip" }, plain(detail.algorithm)), detail.model && h("span", { class: "chip", title: detail.model }, modelName(detail.model)), detail.kind === "run" && h("span", { class: "small" }, `step ${detail.steps}${detail.planned ? ` of ${detail.planned}` : ""}`), detail.problem && h("span", { class: "chip warn" }, plain(detail.problem)))),
       h("a", { class: "button primary", href: address("/episodes", { run: name }) }, `${number(detail.episodes)} episodes →`)),
     urgent().length ? h("section", { class: "stack", "aria-label": "What needs a person" }, h("h2", {}, "What needs a person"), findingList(urgent())) : h("div", { class: "all-well" }, "✓ Nothing needs a person."),
     urgent().length < detail.findings.length && findingList(detail.findings.filter((one) => one.severity === "note")),
