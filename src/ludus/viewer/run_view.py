@@ -19,8 +19,7 @@ HEADLINES = ("kept", "eval/success", "success", "reward", "eval/reward", "sft/lo
 """Headline metric of a run: the first of these that it has."""
 _SPARK_POINTS = 60
 SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("Outcome", ("success", "success_low", "success_high", "reward", "reward/", "pass@", "average@",
-                 "held_out_loss", "sets/")),
+    ("Outcome", ("success", "reward", "reward/", "pass@", "average@", "held_out_loss", "sets/")),
     ("Failures", ("failure_share", "failures", "failure/", "failure_mode/", "aborted", "unscored", "stop/",
                   "truncated")),
     ("Tools", ("tool_calls", "invalid_call_share", "tool/", "fault_share/", "fault/", "invalid_calls")),
