@@ -226,6 +226,15 @@ def test_a_long_warm_start_leaves_room_for_what_was_played(tmp_path):
     assert len(columns_of(tmp_path / "curve.png", (102, 102, 102))) > 50, "the loss is drawn"
 
 
+def test_the_legend_hides_no_curve(tmp_path):
+    import numpy as np
+
+    plot_curve(tmp_path / "curve.png", [{"step": n, "success": 1.0, "reward": 0.0} for n in range(99)])
+    blue = columns_of(tmp_path / "curve.png", (31, 119, 180))
+    line = blue[(blue > 0.15) & (blue < 0.85)]
+    assert line.max() - line.min() > 0.65 and np.diff(line).max() < 0.01
+
+
 @pytest.mark.parametrize("stage", ["sft", "dpo", "rejection", "distill"])
 def test_a_run_that_never_plays_has_a_curve(tmp_path, stage):
     plot_curve(

@@ -1,6 +1,7 @@
 """Make the pictures of docs/viewer.md: python tests/viewer/screenshots.py RUNS.
 
-RUNS holds helpdesk-001, safe-001 and babyai-001. Needs Chromium, playwright and Pillow.
+RUNS holds helpdesk-001, tickets-001 to tickets-003 (seeds), safe-001 and babyai-001. Needs Chromium,
+playwright and Pillow.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from viewer_runs import running_viewer
 IMAGES = Path(__file__).parent.parent.parent / "docs" / "images"
 LAPTOP, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 780}
 STEP = "helpdesk-001/step-000016.parquet"
-PAIRED = "a_run=helpdesk-001&a_split=eval&a_step=16&b_run=helpdesk-001&b_split=eval&b_step=0"
+PAIRED = "a_run=tickets-001&a_split=eval&a_step=300&b_run=tickets-001&b_split=eval&b_step=320"
 PAGES = {
     "runs": ("/", LAPTOP, "dark"),
-    "run": ("/run/helpdesk-001?smooth=0.4", LAPTOP, "light"),
+    "run": ("/run/tickets-001?smooth=0.4&with=tickets-002&with=tickets-003", LAPTOP, "light"),
     "episodes": ("/episodes?run=helpdesk-001&faulted=stock", LAPTOP, "light"),
     "replay": ("/episode/{babyai}", LAPTOP, "dark"),
     "tokens": ("/episode/{safe}?view=tokens&colour=entropy", LAPTOP, "dark"),
@@ -64,7 +65,7 @@ def main(root: Path) -> None:
                 form.get_by_role("button").click()
                 page.locator(".message.tool").wait_for()
             if name == "run":
-                page.evaluate("() => window.scrollTo(0, 470)")
+                page.evaluate("() => window.scrollTo(0, 330)")
             page.wait_for_timeout(300)
             picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
             picture.quantize(96, dither=Image.Dither.NONE).save(

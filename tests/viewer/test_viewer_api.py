@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -23,6 +24,7 @@ from ludus.synth.result import ItemResult, Rejected, SynthFolder
 from ludus.training.data.conversations import read_conversations, read_labelled, read_pairs
 from ludus.training.evaluation.study import ResultsFolder
 from ludus.viewer.findings import metric_findings
+from ludus.viewer.run_view import stages_of
 from ludus.viewer.workspace import MetricsTail, thinned
 
 STEPS = (1, 2, 3)
@@ -139,19 +141,68 @@ def test_curves_have_definitions_and_runs_can_be_laid_over_each_other(viewer: Ru
     found = viewer.get(
         "/api/series", run=["first", "second"], name=["success", "entropy", "tool/add/calls"]
     ).json
-    assert found["series"]["first"]["entropy"] == {
+    first, second = found["lines"]
+    assert [first["runs"], second["runs"]] == [["first"], ["second"]]
+    assert first["series"]["entropy"] == {
         "steps": [1, 2, 3], "values": [1 / 2, 1 / 3, 1 / 4], "points": 3, "broken": []
     }  # fmt: skip
-    assert found["series"]["second"]["success"]["steps"] == [1]
+    assert second["series"]["success"]["steps"] == [1]
     assert found["definitions"]["entropy"]["unit"] == "nats"
-    cut = viewer.get("/api/series", run="first", name="entropy", first=2, last=2).json["series"][
-        "first"
-    ]["entropy"]
-    assert cut["steps"] == [2]
+    cut = viewer.get("/api/series", run="first", name="entropy", first=2, last=2).json["lines"]
+    assert cut[0]["series"]["entropy"]["steps"] == [2]
     detail = viewer.get("/api/run/first").json
     named = [name for section in detail["sections"] for name in section["names"]]
     assert len(named) == len(set(named)) and set(named) == set(detail["metrics"])
     assert detail["metrics"]["tool/add/errors"]["unit"] == "per episode"
+
+
+def test_seeds_of_one_recipe_are_a_mean_and_a_band(tmp_path: Path) -> None:
+    recipe = {"rl": {"steps": 2}}
+    for seed, success in enumerate([0.0, 0.5, 1.0]):
+        own = recipe | {"name": f"s{seed}", "seed": seed, "run": {"folder": f"runs/s{seed}"}}
+        with RunWriter.create(tmp_path / f"s{seed}", own) as run:
+            run.log(1, {"success": success})
+            if seed:
+                run.log(2, {"success": success})
+    with RunWriter.create(tmp_path / "other", {"rl": {"steps": 3}, "seed": 0}) as run:
+        run.log(1, {"success": 0.25})
+    names = ["other", "s0", "s1", "s2"]
+    with running_viewer(tmp_path) as viewer:
+        other, seeds = viewer.get("/api/series", run=names, name="success").json["lines"]
+        assert other["runs"] == ["other"] and "low" not in other["series"]["success"]
+        assert seeds["runs"] == ["s0", "s1", "s2"]
+        found = seeds["series"]["success"]
+        assert found["steps"] == [1, 2] and found["values"] == [0.5, 0.75]
+        assert (found["low"], found["high"], found["runs"]) == ([0, 0.5], [1, 1], [3, 2])
+        apart = viewer.get("/api/series", run=names, name="success", apart=1).json["lines"]
+        assert [line["runs"] for line in apart] == [["other"], ["s0"], ["s1"], ["s2"]]
+
+
+def test_stages_are_those_that_the_rows_were_logged_in() -> None:
+    rows: list[dict[str, Any]] = [{"step": 0, "eval/reward": 0.0}]
+    rows += [{"step": n, "sft/loss": 1.0} for n in range(1, 31)] + [{"step": 30, "eval/reward": 0.5}]
+    rows += [{"step": n, "reward": 1.0, "loss": 0.0} for n in range(31, 34)]
+    assert stages_of(rows) == [
+        {"name": "sft", "start": 0, "end": 30},
+        {"name": "rl", "start": 30, "end": 33},
+    ]
+    assert stages_of([]) == stages_of(rows[:1]) == []
+
+
+def test_an_episode_has_its_neighbours_in_a_list(viewer: RunningViewer) -> None:
+    query = {"run": "first", "sort": "reward", "success": "yes"}
+    found = viewer.settled(**query)["episodes"]
+    listed = [{name: row[name] for name in ("run", "file", "row")} for row in found]
+    for place, one in enumerate(listed):
+        path = f"/api/neighbours/{one['run']}/{one['file']}/{one['row']}"
+        assert viewer.get(path, **query).json == {
+            "place": place + 1,
+            "episodes": len(listed),
+            "previous": listed[place - 1] if place else None,
+            "next": listed[place + 1] if place + 1 < len(listed) else None,
+        }
+    assert len(listed) > 2
+    assert viewer.get(path, run="first", success="no").json == {}, "it is not in that list"
 
 
 def test_recipes_are_compared_setting_by_setting(viewer: RunningViewer) -> None:
@@ -570,7 +621,7 @@ def test_broken_files_are_told_of_and_the_rest_is_shown(tmp_path: Path) -> None:
             pass
         for path in ("/api/run/run", "/api/episode/run/step-000001.parquet/0", "/api/diff?run=run"):
             assert viewer.get(path).status == 404
-        assert viewer.get("/api/series?run=run&name=reward").json["series"] == {}
+        assert viewer.get("/api/series?run=run&name=reward").json["lines"] == []
         assert [run["name"] for run in viewer.get("/api/runs").json["runs"]] == ["torn"]
 
 

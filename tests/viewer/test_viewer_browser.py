@@ -21,7 +21,7 @@ from viewer_runs import RunningViewer, episode, running_viewer, write_run
 
 from ludus.core import Group, Segment, SegmentKind, TokenSequence
 from ludus.core.trajectory import Branch
-from ludus.observe import RunFolder
+from ludus.observe import RunFolder, RunWriter
 from ludus.training.data.conversations import read_conversations, read_pairs
 from ludus.training.evaluation.study import ResultsFolder
 
@@ -264,6 +264,61 @@ def test_a_replay_by_keys(viewer: RunningViewer, page: Any) -> None:
     page.wait_for_url("**/5*")
     page.locator(".attempts a[aria-current]", has_text="attempt 1").wait_for()
     assert page.locator(".attempts a[aria-current]").inner_text() != attempt
+
+
+def test_the_list_is_gone_through_by_keys(viewer: RunningViewer, page: Any) -> None:
+    page.goto(f"{viewer.address}/episodes?tool=order&sort=tokens")
+    rows = page.locator("tr.item a.task")
+    rows.first.wait_for()
+    places = [link.split("?")[0] for link in rows.evaluate_all("all => all.map((one) => one.href)")]
+    assert len(set(places)) == len(places) == 50
+    rows.first.click()
+    near = page.locator(".neighbours")
+    for place in (1, 2, 3):
+        near.get_by_text(re.compile(f"^{place} of ")).wait_for()
+        assert page.url.startswith(places[place - 1])
+        page.keyboard.press("n")
+    near.get_by_text(re.compile("^4 of ")).wait_for()
+    page.keyboard.press("t")
+    page.locator(".segment.action .tok").first.wait_for()
+    page.keyboard.press("p")
+    near.get_by_text(re.compile("^3 of ")).wait_for()
+    assert page.url.startswith(places[2]) and "view=tokens" in page.url
+
+
+def test_stages_have_room_and_seeds_are_one_line(tmp_path: Path, page: Any) -> None:
+    for seed in range(3):
+        with RunWriter.create(tmp_path / f"s{seed}", {"rl": {"steps": 20}, "seed": seed}) as run:
+            for step in range(1, 301):
+                run.log(step, {"sft/loss": 3 / step + seed / 10})
+            for step in range(301, 321):
+                run.log(step, {"reward": (step - 300 + seed) / 22, "loss": 0.1})
+    with RunWriter.create(tmp_path / "warm", {"warm_start": {"steps": 20}}) as run:
+        for step in range(1, 21):
+            run.log(step, {"sft/loss": 1 / step})
+    with running_viewer(tmp_path) as viewer:
+        page.goto(viewer.address)
+        fallen = page.locator(".run-card", has_text="warm").locator(".number .reward")
+        fallen.wait_for()
+        assert fallen.get_attribute("class").endswith("good"), "a loss that falls"
+        page.locator(".run-card", has_text="s0").get_by_text("3 seeds").click()
+        reward = page.locator("figure.chart", has_text="Reward").first
+        reward.locator("path.band").wait_for()
+        assert reward.locator("path.series").count() == reward.locator("path.band").count() == 1
+        page.get_by_role("button", name="Seeds apart").click()
+        page.locator("figure.chart path.band").first.wait_for(state="detached")
+        assert reward.locator("path.series").count() == 3
+        legend = [one.split() for one in reward.locator(".legend > span").all_inner_texts()]
+        assert legend == [["s0", "0.909"], ["s1", "0.955"], ["s2", "1"]]
+        page.goto(f"{viewer.address}/run/s0")
+        both = page.locator("figure.chart", has_text="Loss").first
+        both.locator("line.stage").wait_for(state="attached")  # it has no width
+        svg, line = both.locator("svg").first.bounding_box(), both.locator("line.stage").bounding_box()
+        assert 0.4 < (line["x"] - svg["x"]) / svg["width"] < 0.6, "RL's 20 steps have half of the room"
+        page.mouse.move(svg["x"] + 0.75 * svg["width"], svg["y"] + 60)
+        step = int(re.search(r"step (\d+)", both.locator(".tip").inner_text())[1])
+        assert 305 < step < 315
+        page.goto("about:blank")  # a page that polls a closed server logs errors
 
 
 def test_the_token_view_tells_what_was_trained_on(viewer: RunningViewer, page: Any) -> None:

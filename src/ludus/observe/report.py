@@ -155,6 +155,7 @@ def plot_curve(path: str | Path, rows: Sequence[Mapping[str, Any]], *, title: st
             _draw(other, shown, name, _COLOURS[beside], label=beside)
         axis.set_ylim(-0.03, 1.03)
         axis.set_xlabel("step")
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.set_ylabel("success (share of episodes)", color="tab:blue")
         other.set_ylabel(beside, color=_COLOURS[beside])
         axis.grid(alpha=0.25)
@@ -164,7 +165,7 @@ def plot_curve(path: str | Path, rows: Sequence[Mapping[str, Any]], *, title: st
     if title:
         figure.suptitle(printable(title), parse_math=False)
     if handles:
-        axes[-1].legend(handles=[*handles.values()], loc="upper left")
+        figure.legend(handles=[*handles.values()], loc="outside lower center", ncols=len(handles))
     with atomic_file(path) as temporary:
         figure.savefig(temporary, format="png", dpi=120)
 

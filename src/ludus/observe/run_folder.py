@@ -15,7 +15,10 @@ What `ludus eval` and `ludus synth` write is a `SettingsFolder`, and is read as 
 metrics (`ResultFolder`)::
 
     evaluations/NAME-001/settings.json, MODEL/model.json, MODEL/turns-8[/TASK SET]/episodes.parquet
-    synth/NAME-001/settings.json, examples.parquet, rejected.parquet     parts/*.parquet while it goes on
+    synth/NAME-001/settings.json, examples.parquet, rejected.parquet
+
+While they go on, what is finished is in `parts/000003.parquet` beside `episodes.parquet`, or in
+`parts/STAGE/000003.parquet`.
 """
 
 from __future__ import annotations

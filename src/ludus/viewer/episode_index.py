@@ -368,6 +368,22 @@ class EpisodeIndex:
                 del row[name]
         return [row for row in rows if row["run"] is not None], summary
 
+    def neighbours(self, query: EpisodeQuery, run: str, file: str, row: int) -> Json:
+        """The episodes before and after one in the list of a query, its place there, and how many there are.
+
+        Nothing where it is not in that list, as when a filter went by what has changed since.
+        """
+        where, values = query.where()
+        found = self.rows(
+            "WITH hit AS (SELECT *, {'run': run, 'file': file, 'row': row} AS own FROM episodes "
+            f"WHERE {where}), near AS (SELECT own, row_number() OVER listed AS place, "
+            "count(*) OVER () AS episodes, lag(own) OVER listed AS previous, lead(own) OVER listed AS next "
+            f"FROM hit WINDOW listed AS (ORDER BY {query.order()})) SELECT * EXCLUDE (own) FROM near "
+            "WHERE own.run = ? AND own.file = ? AND own.row = ?",
+            [*values, run, file, row],
+        )
+        return found[0] if found else {}
+
     def facets(self, runs: Sequence[str] = ()) -> Json:
         """The values that there are to filter by, the most frequent first."""
         where, values = EpisodeQuery(runs=tuple(runs)).where()

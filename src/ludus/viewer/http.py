@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -115,6 +116,7 @@ class ViewerApi(HttpApi):
             get("/api/history/{run}", self._history),
             get("/api/paired", self._paired),
             get("/api/episode" + episode, self._episode),
+            get("/api/neighbours" + episode, self._neighbours),
             get("/api/tokens" + episode, self._tokens),
             get("/api/text" + episode, self._text),
             get("/api/transcript" + episode, self._transcript),
@@ -221,7 +223,8 @@ class ViewerApi(HttpApi):
         names = texts(request, "name")[:100]
         runs = texts(request, "run")[:20]
         first, last = integer(request, "first"), integer(request, "last")
-        return await self._answer(self._runs.series, runs, names, first, last)
+        apart = request.query.get("apart") == "1"
+        return await self._answer(partial(self._runs.series, runs, names, first, last, apart=apart))
 
     async def _diff(self, request: web.Request) -> web.StreamResponse:
         runs = texts(request, "run")[:10]
@@ -279,6 +282,10 @@ class ViewerApi(HttpApi):
 
     async def _episode(self, request: web.Request) -> web.StreamResponse:
         return await self._answer(self._reader.view, *episode_place(request))
+
+    async def _neighbours(self, request: web.Request) -> web.StreamResponse:
+        query = episode_query(request)
+        return await self._answer(self._index.neighbours, query, *episode_place(request))
 
     async def _tokens(self, request: web.Request) -> web.StreamResponse:
         sequence, offset = integer(request, "sequence") or 0, integer(request, "offset") or 0

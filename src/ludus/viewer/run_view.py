@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from fractions import Fraction
 from typing import Any
 
 from ludus.core.messages import Json
-from ludus.observe import ResultFolder, definition_of, paired_test
+from ludus.observe import LOSSES, SPLITS, ResultFolder, definition_of, paired_test
 from ludus.viewer.episode_index import EpisodeIndex, FilterError
 from ludus.viewer.findings import run_findings
 from ludus.viewer.workspace import NotFound, Workspace, plain, series_of, thinned
@@ -18,11 +20,14 @@ HEADLINES = ("kept", "eval/success", "success", "reward", "eval/reward", "sft/lo
 _SPARK_POINTS = 60
 SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Outcome", ("success", "reward", "reward/", "pass@", "average@", "held_out_loss", "sets/")),
-    ("Failures", ("failure_share", "failures", "failure/", "aborted", "unscored", "stop/", "truncated")),
+    ("Failures", ("failure_share", "failures", "failure/", "failure_mode/", "aborted", "unscored", "stop/",
+                  "truncated")),
     ("Tools", ("tool_calls", "invalid_call_share", "tool/", "fault_share/", "fault/", "invalid_calls")),
-    ("Policy", ("entropy", "kl", "clip_fraction", "ratio_", "gradient_norm", "loss", "learning_rate", "ess")),
-    ("Lengths", ("tokens/", "turns", "proxy/", "tree/")),
-    ("Signal", ("no_signal", "groups_without_signal", "reward_std", "refilled", "masked", "broken/")),
+    ("Policy", ("entropy", "kl", "clip_fraction", "ratio_", "gradient_norm", "loss", "learning_rate",
+                "updates", "ess")),
+    ("Lengths", ("tokens/", "action_tokens", "turns", "prefix_sharing", "proxy/", "tree/")),
+    ("Signal", ("no_signal", "without_advantage", "groups_without_signal", "reward_std", "refilled",
+                "masked", "broken/")),
     ("Engine and trainer", ("logprob_difference_", "lag_", "versions_per_episode", "policy_version",
                             "importance_")),
     ("Speed", ("tokens_per_second", "episodes_per_second", "step_seconds", "time_share/", "seconds/", "gpu",
@@ -69,7 +74,7 @@ class RunReader:
         rows, recipe = self._metrics(name), self._workspace.recipe(name)
         status = self._workspace.status(name)
         headline = next((one for one in HEADLINES if any(one in row for row in rows)), None)
-        found = series_of(rows, headline) if headline else {"steps": [], "values": []}
+        found = series_of([rows], headline) if headline else {"steps": [], "values": []}
         points = thinned(list(zip(found["steps"], found["values"], strict=True)), _SPARK_POINTS)
         findings = self._findings(name, rows, recipe)
         values = found["values"]
@@ -79,6 +84,8 @@ class RunReader:
             "updated": status.updated,
             "steps": max((row["step"] for row in rows), default=0),
             "planned": planned_steps(recipe),
+            "stages": stages_of(rows),
+            "recipe_key": recipe_key(recipe),
             "headline": headline,
             "first": values[0] if values else None,
             "last": values[-1] if values else None,
@@ -94,7 +101,7 @@ class RunReader:
     def detail(self, name: str) -> Json:
         """One run: its recipe, its metrics by section, and what needs a person."""
         rows, recipe = self._metrics(name), self._workspace.recipe(name)
-        names = sorted({key for row in rows for key in row} - {"step"})
+        names = sorted({key for row in rows for key in row} - {"step", "time"})
         return {
             **self._row(name),
             "recipe": plain(recipe),
@@ -106,17 +113,40 @@ class RunReader:
         }
 
     def series(
-        self, runs: Sequence[str], names: Sequence[str], first: int | None, last: int | None
+        self,
+        runs: Sequence[str],
+        names: Sequence[str],
+        first: int | None,
+        last: int | None,
+        *,
+        apart: bool = False,
     ) -> Json:
-        """Metrics of several runs; a run that is gone has none."""
-        found: Json = {}
-        for run in runs:
+        """Metrics of several runs as lines; seeds of one recipe are one, unless they are wanted apart.
+
+        A run that is gone has none.
+        """
+        rows: dict[str, list[Json]] = {}
+        lines: dict[str, list[str]] = {}
+        for run in dict.fromkeys(runs):
             try:
-                rows = self._metrics(run)
+                rows[run], recipe = self._metrics(run), self._workspace.recipe(run)
             except NotFound:
                 continue
-            found[run] = {name: series_of(rows, name, first=first, last=last) for name in names}
-        return {"series": found, "definitions": {name: _definition(name) for name in names}}
+            lines.setdefault(run if apart else recipe_key(recipe) or run, []).append(run)
+        return {
+            "lines": [
+                {
+                    "name": members[0] + (f" + {len(members) - 1} more seeds" if members[1:] else ""),
+                    "runs": members,
+                    "series": {
+                        name: series_of([rows[run] for run in members], name, first=first, last=last)
+                        for name in names
+                    },
+                }
+                for members in lines.values()
+            ],
+            "definitions": {name: _definition(name) for name in names},
+        }
 
     def _findings(self, name: str, rows: Sequence[Json], recipe: Json) -> list[Json]:
         live = self._workspace.status(name).is_live
@@ -136,7 +166,8 @@ def sections_of(names: Sequence[str]) -> list[Json]:
         own = []
         for pattern in wanted:
             for name in list(left):
-                bare = name.removeprefix("eval/").removeprefix("train/")
+                split, _, rest = name.partition("/")
+                bare = rest if split in SPLITS else name
                 if bare == pattern or (pattern[-1] in "/_@" and bare.startswith(pattern)) or (
                     pattern in ("kl", "clip_fraction", "gpu", "loss", "ess") and bare.startswith(pattern)
                 ):  # fmt: skip
@@ -152,6 +183,29 @@ def sections_of(names: Sequence[str]) -> list[Json]:
 def _definition(name: str) -> Json | None:
     metric = definition_of(name)
     return None if metric is None else {"definition": metric.definition, "unit": metric.unit}
+
+
+def stages_of(rows: Sequence[Mapping[str, Any]]) -> list[Json]:
+    """The stages in which rows were logged, each with the step that it began after and its last one."""
+    found: list[Json] = []
+    for row in rows:
+        losses = [name for name in LOSSES if name in row]
+        if not losses and "reward" not in row:
+            continue  # an evaluation belongs to no stage
+        name = losses[0].partition("/")[0] if losses else "rl"
+        if not found or found[-1]["name"] != name:
+            start = found[-1]["end"] if found else min(one["step"] for one in rows)
+            found.append({"name": name, "start": start})
+        found[-1]["end"] = row["step"]
+    return found
+
+
+def recipe_key(recipe: Mapping[str, Any]) -> str | None:
+    """The same for all seeds of a recipe, whatever their names and folders; None where it has no seed."""
+    if not isinstance(recipe.get("seed"), int):
+        return None
+    same = {name: value for name, value in recipe.items() if name not in ("name", "run", "seed")}
+    return hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def planned_steps(recipe: Mapping[str, Any]) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from ludus.core.failures import ConfigError, LudusError
@@ -239,25 +240,35 @@ def _last_write(run: RunFolder) -> float:
 
 
 def series_of(
-    rows: Sequence[Json], name: str, *, first: int | None = None, last: int | None = None
+    runs: Sequence[Sequence[Json]], name: str, *, first: int | None = None, last: int | None = None
 ) -> Json:
-    """A metric as steps and values, thinned to what a screen can show; non-finite values are listed apart."""
-    points = [
-        (row["step"], row[name])
-        for row in rows
-        if name in row
-        and (first is None or row["step"] >= first)
-        and (last is None or row["step"] <= last)
-    ]
-    broken = [step for step, value in points if not math.isfinite(value)]
-    points = [(step, value) for step, value in points if math.isfinite(value)]
-    shown = thinned(points)
-    return {
+    """A metric as steps and values, thinned to what a screen can show; non-finite values are listed apart.
+
+    Of several runs: at each step the mean over those that have it, how many they are, the lowest and highest.
+    """
+    found: dict[int, list[float]] = {}
+    broken: set[int] = set()
+    for rows in runs:
+        own = {row["step"]: row[name] for row in rows if name in row}
+        for step, value in own.items():
+            if (first is not None and step < first) or (last is not None and step > last):
+                continue
+            if math.isfinite(value):
+                found.setdefault(step, []).append(value)
+            else:
+                broken.add(step)
+    shown = thinned([(step, fmean(values)) for step, values in sorted(found.items())])
+    series: Json = {
         "steps": [step for step, _ in shown],
         "values": [value for _, value in shown],
-        "points": len(points),
-        "broken": broken[:100],
+        "points": len(found),
+        "broken": sorted(broken)[:100],
     }
+    if len(runs) > 1:
+        of_steps = [found[step] for step, _ in shown]
+        series |= {"low": [*map(min, of_steps)], "high": [*map(max, of_steps)]}
+        series["runs"] = [*map(len, of_steps)]
+    return series
 
 
 def thinned(points: Sequence[tuple[int, float]], most: int = _MOST_POINTS) -> list[tuple[int, float]]:

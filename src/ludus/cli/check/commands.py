@@ -115,7 +115,7 @@ def check_data(
         ),
     ] = None,
 ) -> None:
-    """Quality control of examples: `ludus check data runs/x/trajectories.parquet --recipe recipe.toml`."""
+    """Quality control of examples: `ludus check data runs/x/trajectories/step-000012.parquet`."""
     from ludus.cli.check.data import check_data
 
     settings = [one for one in files if "=" in one and not Path(one).exists()]  # some hold addresses

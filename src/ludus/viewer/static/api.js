@@ -40,9 +40,9 @@ export function address(path, query) {
   return words ? `${path}?${words}` : path;
 }
 
-export function parameters() {
+export function parameters(search = location.search) {
   const found = {};
-  for (const [name, value] of new URLSearchParams(location.search)) {
+  for (const [name, value] of new URLSearchParams(search)) {
     if (name in found) found[name] = [found[name], value].flat();
     else found[name] = value;
   }

@@ -95,7 +95,7 @@ function theme() {
 }
 
 const KEYS = [
-  ["/", "search episodes"], ["j  k", "next, previous"], ["Enter", "open what is selected"], ["←  →", "turn by turn (in a replay)"],
+  ["/", "search episodes"], ["j  k", "next, previous"], ["n  p", "next, previous episode of the list (in a replay)"], ["Enter", "open what is selected"], ["←  →", "turn by turn (in a replay)"],
   ["Space", "play and pause"], ["[  ]", "previous, next attempt of the group"], ["t", "tokens, and back"], ["g", "good episode"], ["b", "bad episode"],
   ["u", "back to the list"], ["r", "all runs"], ["?", "this help"],
 ];

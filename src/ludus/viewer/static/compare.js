@@ -1,7 +1,7 @@
 // Side by side: attempts of a group, one task over time, two runs on the same tasks.
 
 import { address, episodeUrl, get, many, place, post } from "./api.js";
-import { clear, h, number, percent, plain, rewardClass, toast } from "./dom.js";
+import { clear, h, number, percent, plain, points, rewardClass, signed, toast } from "./dom.js";
 import { messageView } from "./message.js";
 import { go } from "./app.js";
 
@@ -35,7 +35,7 @@ async function episodes(context, chosen) {
       const own = one.attempts.find((other) => other.row === one.row);
       return h("section", { class: "panel column-head", "aria-label": `attempt ${one.attempt}` },
         h("div", { class: "spread" }, h("div", {}, h("a", { class: "link", href: episodeUrl(one) }, h("b", {}, `attempt ${one.attempt}`)), h("div", { class: "small faint" }, `${plain(one.run)} · step ${one.step} · ${plain(one.task.id)}`)), h("span", { class: `big ${rewardClass(one.reward, own?.success)}`, style: { "font-size": "1.8rem" } }, one.reward === null ? "–" : number(one.reward))),
-        h("div", { class: "row small", style: { "margin-top": "8px" } }, own?.advantage != null && h("span", { class: `chip ${own.advantage > 0 ? "good" : "bad"}` }, `advantage ${own.advantage > 0 ? "+" : ""}${number(own.advantage, 2)}`), h("span", { class: "chip" }, plain(one.stop)), h("span", { class: "chip" }, `${one.turns.length} turns`), one.rewards.slice(0, 4).map(([part, value]) => h("span", { class: "chip" }, `${plain(part)} ${number(value, 2)}`))),
+        h("div", { class: "row small", style: { "margin-top": "8px" } }, own?.advantage != null && h("span", { class: `chip ${own.advantage > 0 ? "good" : own.advantage < 0 ? "bad" : ""}` }, `advantage ${own.advantage > 0 ? "+" : ""}${number(own.advantage, 2)}`), h("span", { class: "chip" }, plain(one.stop)), h("span", { class: "chip" }, `${one.turns.length} turns`), one.rewards.slice(0, 4).map(([part, value]) => h("span", { class: "chip" }, `${plain(part)} ${number(value, 2)}`))),
         found.length > 1 && h("p", { style: { "margin-top": "10px" } }, h("button", { class: "button", type: "button", onclick: () => prefer(one) }, "✓ Prefer this one")));
     })),
     h("div", { class: "aligned" }, Array.from({ length: most }, (_, n) => [
@@ -92,13 +92,16 @@ async function runs(context, query) {
   if (!found.statistics) { clear(result, h("div", { class: "panel empty" }, h("h2", {}, "They share no scored task"), h("p", {}, `${found.only_first} tasks are the first's alone, ${found.only_second} the second's.`))); return; }
   const sides_ = [parsedSide(sides.a), parsedSide(sides.b)];
   clear(result,
-    h("div", { class: "charts" }, ["success", "reward"].map((metric) => statistic(metric, found.statistics[metric], found.tasks))),
+    h("div", { class: "charts large" }, ["success", "reward"].map((metric) => statistic(metric, found.statistics[metric], found.tasks))),
     h("h2", {}, "Task by task, the largest differences first"),
     h("div", { class: "table-wrap" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "Task"), ["First", "Second", "Second minus first"].map((one) => h("th", { class: "number" }, one)), h("th", {}, ""))),
-      h("tbody", {}, found.by_task.slice(0, 200).map((one) => h("tr", {}, h("td", { class: "task" }, plain(one.task)), h("td", { class: "number" }, percent(one.first)), h("td", { class: "number" }, percent(one.second)), h("td", { class: `number ${one.second > one.first ? "reward good" : one.second < one.first ? "reward bad" : ""}` }, `${one.second > one.first ? "+" : ""}${(100 * (one.second - one.first)).toFixed(0)} pts`), h("td", {}, h("a", { class: "link", href: address("/compare", { episode: [`${sides_[0]}/${one.first_episode.file}/${one.first_episode.row}`, `${sides_[1]}/${one.second_episode.file}/${one.second_episode.row}`] }) }, "side by side"))))))));
+      h("tbody", {}, found.by_task.slice(0, 200).map((one) => h("tr", {}, h("td", { class: "task" }, plain(one.task)), h("td", { class: "number" }, percent(one.first)), h("td", { class: "number" }, percent(one.second)), difference("td", "number", points(one.second - one.first, 0)), h("td", {}, h("a", { class: "link", href: address("/compare", { episode: [`${sides_[0]}/${one.first_episode.file}/${one.first_episode.row}`, `${sides_[1]}/${one.second_episode.file}/${one.second_episode.row}`] }) }, "side by side"))))))));
 }
 
 const parsedSide = (side) => side.run;
+
+// Second minus first: coloured where it is one, and no chance.
+const difference = (tag, kind, { sign, text }, sure = true) => h(tag, { class: `${kind} reward ${sure ? ["bad", "", "good"][sign + 1] : ""}` }, text);
 
 function statistic(metric, test, tasks) {
   const shown = metric === "success" ? (value) => `${(100 * value).toFixed(1)}%` : (value) => number(value);
@@ -106,7 +109,7 @@ function statistic(metric, test, tasks) {
   const at = (value) => `${50 + (50 * value) / reach}%`;
   const sure = test.p_flip < 0.05;
   return h("div", { class: "panel stack", style: { gap: "8px" } }, h("h2", {}, metric === "success" ? "Success" : "Reward"),
-    h("div", { class: "row", style: { gap: "28px" } }, h("div", { class: "stat" }, h("span", { class: "label" }, "First"), h("span", { class: "value" }, shown(test.first))), h("div", { class: "stat" }, h("span", { class: "label" }, "Second"), h("span", { class: "value" }, shown(test.second))), h("div", { class: "stat" }, h("span", { class: "label" }, "Second minus first"), h("span", { class: `big ${test.difference > 0 ? "reward good" : test.difference < 0 ? "reward bad" : ""}`, style: { "font-size": "1.9rem" } }, `${test.difference > 0 ? "+" : ""}${metric === "success" ? `${(100 * test.difference).toFixed(1)} pts` : number(test.difference)}`))),
+    h("div", { class: "row", style: { gap: "28px" } }, h("div", { class: "stat" }, h("span", { class: "label" }, "First"), h("span", { class: "value" }, shown(test.first))), h("div", { class: "stat" }, h("span", { class: "label" }, "Second"), h("span", { class: "value" }, shown(test.second))), h("div", { class: "stat" }, h("span", { class: "label" }, "Second minus first"), difference("span", "big", metric === "success" ? points(test.difference, 1) : signed(test.difference), sure))),
     h("div", { class: "interval", role: "img", "aria-label": `95% interval from ${test.low} to ${test.high}` }, h("span", { class: "zero", style: { left: "50%" } }), test.low !== null && h("span", { class: "span", style: { left: at(test.low), width: `calc(${at(test.high)} - ${at(test.low)})` } }), h("span", { class: "point", style: { left: at(test.difference) } })),
     h("p", { class: "soft small" }, test.low !== null ? `95% interval ${shown(test.low)} to ${shown(test.high)}. ` : "", `The second is better on ${test.wins} tasks, worse on ${test.losses}, the same on ${test.ties}, of ${tasks}. p = ${number(test.p_flip, 4)} (sign-flip${test.is_exact ? ", exact" : ""}), ${number(test.p_sign, 4)} (signs).`),
     h("p", {}, h("span", { class: `chip ${sure ? (test.difference > 0 ? "good" : "bad") : ""}` }, sure ? `the second is ${test.difference > 0 ? "better" : "worse"}: chance alone is unlikely` : "could be chance")));

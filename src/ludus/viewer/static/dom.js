@@ -69,6 +69,13 @@ export function number(value, digits = 3) {
 
 export const percent = (value) => (value === null || value === undefined ? "–" : `${(100 * value).toFixed(value > 0 && value < 0.1 ? 1 : 0)}%`);
 
+// A difference with its sign, as it is read: what rounds to nothing has none, so that no "-0.0" stands in red.
+export function signed(value, text = number) {
+  const size = text(Math.abs(value)), sign = Number.parseFloat(size) === 0 ? 0 : Math.sign(value);
+  return { sign, text: `${["−", "±", "+"][sign + 1]}${size}` };
+}
+export const points = (value, digits) => signed(value, (size) => `${(100 * size).toFixed(digits)} pts`);
+
 export function ago(seconds) {
   const gone = Date.now() / 1000 - seconds;
   if (gone < 60) return "just now";

@@ -1,6 +1,6 @@
 // One episode: replay turn by turn, tokens, prompt, timings; labels and export.
 
-import { address, episodeUrl, get, place, post, remember } from "./api.js";
+import { address, episodeUrl, get, parameters, place, post, remember } from "./api.js";
 import { announce, clear, duration, h, number, percent, plain, rewardClass, s, said, toast } from "./dom.js";
 import { messageView, renderView } from "./message.js";
 import { tokenView } from "./tokens.js";
@@ -23,6 +23,9 @@ export async function episodePage(context) {
   const header = h("div", { class: "stack", style: { gap: "14px" } }), view = h("div", { class: "stack" });
   clear(context.frame, header, view);
   const back = state.from === undefined ? address("/episodes", { run }) : state.from === "?" ? "/episodes" : `/episodes?${state.from.replace(/^\?/, "")}`;
+  let near = {}; // its neighbours in the list that it was opened from, or in that of its run
+  const open_ = (one) => episodeUrl(one, { from: state.from, view: state.view });
+  const beside = (side, text, key) => (near[side] ? h("a", { class: "link", href: open_(near[side]), title: key }, text) : h("span", { class: "faint" }, text));
   const setLabel = async (value) => {
     try { await post("/api/label", { episode, label: value === label ? null : value }); label = value === label ? null : value; toast(label === null ? "Label taken back" : label ? "Labelled good: SFT and KTO can learn from it" : "Labelled bad: KTO can learn from it"); drawHeader(); }
     catch (error) { toast(error.message); }
@@ -30,14 +33,15 @@ export async function episodePage(context) {
   const tab = (key) => { state.view = key; remember({ view: key === "replay" ? null : key }); stop(); drawHeader(); drawView(); };
   const TABS = [["replay", "Replay"], ["tokens", "Tokens"], ["prompt", "Prompt"], ...(data.attempts.some((one) => one.branch !== null) ? [["tree", "Tree"]] : []), ["details", "Details"]];
   const drawHeader = () => clear(header,
-    h("div", { class: "row small" }, h("a", { class: "link", href: back }, "← Episodes"), h("span", { class: "faint" }, "/"), h("a", { class: "link", href: `/run/${encodeURIComponent(run)}` }, plain(run)), h("span", { class: "faint" }, `/ step ${data.step} / ${plain(data.split)}`)),
+    h("div", { class: "row small" }, h("a", { class: "link", href: back }, "← Episodes"), h("span", { class: "faint" }, "/"), h("a", { class: "link", href: `/run/${encodeURIComponent(run)}` }, plain(run)), h("span", { class: "faint" }, `/ step ${data.step} / ${plain(data.split)}`),
+      near.place && h("nav", { class: "row neighbours", "aria-label": "Episodes of the list" }, beside("previous", "← Previous", "p"), h("span", { class: "soft" }, `${number(near.place)} of ${number(near.episodes)}`), beside("next", "Next →", "n"))),
     h("div", { class: "spread", style: { "align-items": "flex-start" } },
       h("div", { style: { "min-width": 0, flex: "1 1 380px" } }, h("h1", {}, plain(data.task.id || "(no id)")), h("div", { class: "row", style: { "margin-top": "8px" } },
         h("span", { class: `chip ${data.failure ? "bad" : ""}` }, data.failure ? `lost at ${plain(data.failure.boundary)}` : plain(data.stop)), h("span", { class: "chip" }, `attempt ${data.attempt}`), h("span", { class: "chip" }, `${data.turns.length} turns`), h("span", { class: "chip" }, `${number(data.action_tokens)} tokens said`),
         own?.advantage !== null && own?.advantage !== undefined && h("span", { class: `chip ${own.advantage > 0 ? "good" : own.advantage < 0 ? "bad" : ""}` }, `advantage ${own.advantage > 0 ? "+" : ""}${number(own.advantage, 2)}`), data.branch && h("span", { class: "chip accent" }, `branch of attempt ${data.branch.attempt} (${plain(data.branch.state)})`), data.sequences.length > 1 && h("span", { class: "chip accent" }, `${data.sequences.length} threads`))),
       h("div", { class: "right" }, h("div", { class: `big ${rewardClass(data.reward, own?.success)}` }, data.reward === null ? "–" : number(data.reward)), h("div", { class: "small faint" }, data.reward === null ? "not scored" : own?.success ? "reward · success" : "reward · no success"))),
     data.failure && h("div", { class: "error-box" }, h("b", {}, `Lost through no fault of the model's, at ${plain(data.failure.boundary)}: `), said(data.failure.message), h("span", { class: "small" }, ` (${plain(data.failure.kind)}, ${data.failure.attempts} tries; in no loss and no baseline)`)),
-    data.attempts.length > 1 && h("div", { class: "stack", style: { gap: "6px" } }, h("span", { class: "small faint" }, `The ${data.attempts.length} attempts of the group`), h("nav", { class: "attempts", "aria-label": "Attempts of the group" }, data.attempts.map((one) => h("a", { href: episodeUrl(one, { from: state.from, view: state.view }), "aria-current": one.row === episode.row ? "true" : null }, `attempt ${one.attempt}`, h("b", { class: rewardClass(one.reward, one.success) }, one.reward === null ? "lost" : number(one.reward)))))),
+    data.attempts.length > 1 && h("div", { class: "stack", style: { gap: "6px" } }, h("span", { class: "small faint" }, `The ${data.attempts.length} attempts of the group`), h("nav", { class: "attempts", "aria-label": "Attempts of the group" }, data.attempts.map((one) => h("a", { href: open_(one), "aria-current": one.row === episode.row ? "true" : null }, `attempt ${one.attempt}`, h("b", { class: rewardClass(one.reward, one.success) }, one.reward === null ? "lost" : number(one.reward)))))),
     h("div", { class: "spread" },
       h("div", { class: "tabs", role: "tablist" }, TABS.map(([key, title]) => h("button", { role: "tab", type: "button", "aria-selected": (state.view || "replay") === key ? "true" : "false", onclick: () => tab(key) }, title))),
       h("div", { class: "row" },
@@ -108,8 +112,8 @@ export async function episodePage(context) {
     const acts = {
       ArrowRight: () => { follows = true; step(turn + 1); }, ArrowLeft: () => { follows = true; step(turn - 1); }, j: () => { follows = true; step(turn + 1); }, k: () => { follows = true; step(turn - 1); },
       " ": play, Home: () => { follows = true; step(0); }, End: () => { follows = true; step(last); },
-      t: () => tab(state.view === "tokens" ? "replay" : "tokens"), g: () => setLabel(true), b: () => setLabel(false), u: () => go(back),
-      "]": () => attempts[at + 1] && go(episodeUrl(attempts[at + 1], { from: state.from, view: state.view })), "[": () => attempts[at - 1] && go(episodeUrl(attempts[at - 1], { from: state.from, view: state.view })),
+      t: () => tab(state.view === "tokens" ? "replay" : "tokens"), g: () => setLabel(true), b: () => setLabel(false), u: () => go(back), n: () => near.next && go(open_(near.next)), p: () => near.previous && go(open_(near.previous)),
+      "]": () => attempts[at + 1] && go(open_(attempts[at + 1])), "[": () => attempts[at - 1] && go(open_(attempts[at - 1])),
     };
     const replay = (state.view || "replay") === "replay";
     const act = acts[event.key];
@@ -120,6 +124,8 @@ export async function episodePage(context) {
   });
   drawHeader();
   await drawView();
+  near = await get(`/api/neighbours/${place(episode)}`, state.from === undefined ? { run } : parameters(state.from));
+  if (!context.isOver()) drawHeader();
 }
 
 function waterfall(data, turn, follows) {
