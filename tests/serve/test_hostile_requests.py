@@ -14,11 +14,11 @@ import pytest
 from model_parts import ADD, chat, serving, serving_checkpoint, user
 
 from ludus.chat import HFTokenizer, Renderer, load_format
+from ludus.chat.api_fields import MOST_MESSAGES, MOST_TOOL_BYTES, MOST_TOOLS
 from ludus.core.generation import Sampling
 from ludus.core.tokenizer import ByteTokenizer
 from ludus.engine import EmbeddedEngine, EngineConfig
 from ludus.serve.model import CheckpointService, ModelServer
-from ludus.serve.model.requests import MOST_MESSAGES, MOST_TOOL_BYTES, MOST_TOOLS
 from ludus.training import fit_tokenizer
 from ludus.training.config.run import ScratchConfig
 from ludus.training.models.scratch import scratch_model

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 from model_parts import ADD, CALL, chat, serving, serving_checkpoint, user
 
-from ludus.serve.model import requests
+from ludus.chat import api_fields
 
 CODEX = [
     {
@@ -61,7 +61,7 @@ async def post(address: str, path: str, body: Any) -> tuple[aiohttp.ClientRespon
 async def test_what_cannot_be_called_is_left_out_and_named(
     path: str, body: Any, named: str, stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    requests._noted.clear()
+    api_fields._noted.clear()
     async with serving_checkpoint([CALL, CALL]) as (address, engine):
         with caplog.at_level(logging.WARNING):
             for _ in range(2):

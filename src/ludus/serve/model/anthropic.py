@@ -4,25 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ludus.core.messages import Json, Message
+from ludus.chat.api_fields import ApiError
+from ludus.chat.api_requests import read_anthropic
+from ludus.core.messages import Json
 from ludus.serve.model.requests import (
-    ApiError,
     Dialect,
     Event,
     ModelReply,
     ModelRequest,
-    ReadOnce,
     ReplyHead,
     arguments_text,
     asked_of,
-    bad,
-    content_text,
     flag_field,
-    list_field,
     number_field,
-    read_call,
-    read_content,
-    read_tools,
     stops_field,
     text_field,
 )
@@ -43,71 +37,25 @@ _DELTAS = {
     "tool_use": ("input_json_delta", "partial_json"),
 }
 """For each kind of block: the type of its deltas, and their field."""
-_THOUGHTS = frozenset({"thinking", "redacted_thinking"})
 
 
 def parse(body: Json) -> ModelRequest:
     """A request; `ApiError` says what is wrong with it."""
     choice = body.get("tool_choice")
-    tools, left_out = read_tools(body, frozenset({None, "custom"}), "tools.{}", schema="input_schema")
-    found: list[Message] = []
-    places: list[str] = []
-    if body.get("system"):
-        found.append(Message("system", content_text(body["system"], "system")))
-        places.append("system")
-    messages = list_field(body, "messages")
-    if not messages:
-        raise bad("messages: at least one message is required", "messages")
-    for number, message in enumerate(messages):
-        where = f"messages.{number}"
-        known = ReadOnce("anthropic", message)
-        found += known.messages or known.keep(_messages(message, where))
-        places += [where] * (len(found) - len(places))  # results are messages of their own
+    asked = read_anthropic(body)
     return ModelRequest(
         model=text_field(body, "model"),
-        messages=tuple(found),
-        tools=tools,
-        left_out=left_out,
+        messages=asked.messages,
+        tools=asked.tools,
+        left_out=asked.left_out,
         stream=flag_field(body, "stream"),
         max_tokens=number_field(body, "max_tokens"),
         stop=stops_field(body.get("stop_sequences"), "stop_sequences"),
         calls_allowed=not (isinstance(choice, dict) and choice.get("type") == "none"),
         asked=asked_of(body, ("temperature", "top_p", "top_k")),
-        places=tuple(places),
+        places=asked.places,
         raw=body,
     )
-
-
-def _messages(raw: Json, where: str) -> tuple[Message, ...]:
-    """One message of theirs: results stand in a user's message, before its text."""
-    role, content = raw.get("role"), raw.get("content")
-    if role not in ("user", "assistant", "system"):
-        raise bad(f"{where}: a role is user or assistant, not {role!r:.40}", where)
-    if isinstance(content, str):
-        return (Message(role, content),)
-    blocks = list_field(raw, "content")
-    if role == "assistant":
-        calls = [
-            read_call(block.get("name"), block.get("input"), block.get("id"), where)
-            for block in blocks
-            if block.get("type") == "tool_use"
-        ]
-        texts = [b for b in blocks if b.get("type") != "tool_use" and b.get("type") not in _THOUGHTS]
-        return (Message("assistant", content_text(texts, where), tuple(calls)),)
-    found: list[Message] = []
-    texts = []
-    for block in blocks:
-        if block.get("type") != "tool_result":
-            texts.append(block)
-            continue
-        id = block.get("tool_use_id")
-        result, media = read_content(block.get("content"), where)
-        id = id if isinstance(id, str) else None
-        found.append(Message("tool", result, tool_call_id=id, media=media))
-    if texts or not found:
-        text, media = read_content(texts, where)
-        found.append(Message(role, text, media=media))
-    return tuple(found)
 
 
 def body(request: ModelRequest, replies: Sequence[ModelReply]) -> Json:

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ludus.core.messages import Json, Message, Role
+from ludus.chat.api_fields import ApiError, bad
+from ludus.chat.api_requests import read_chat
+from ludus.core.messages import Json
 from ludus.serve.model.requests import (
-    ApiError,
     Dialect,
     Event,
     ModelReply,
     ModelRequest,
-    ReadOnce,
     ReplyHead,
     arguments_text,
     asked_of,
-    bad,
     flag_field,
-    list_field,
     number_field,
-    read_call,
-    read_content,
-    read_tools,
     stops_field,
     stream_options,
     text_field,
@@ -30,14 +25,6 @@ from ludus.serve.model.requests import (
 ASKED = ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "logit_bias")
 """Fields about sampling. Servers of open models also take those of `MORE`."""
 MORE = ("top_k", "min_p", "repetition_penalty")
-_ROLES: dict[str, Role] = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-    "function": "tool",
-}
 _ERRORS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -61,13 +48,12 @@ def parse(body: Json) -> ModelRequest:
         )
     if flag_field(body, "logprobs") or body.get("top_logprobs"):
         raise bad("'logprobs' is not supported: replies carry none", "logprobs")
-    tools, left_out = read_tools(body, frozenset({"function"}), "tools[{}]", inner="function")
-    messages = read_messages(list_field(body, "messages"))
+    asked = read_chat(body)
     return ModelRequest(
         model=text_field(body, "model"),
-        messages=messages,
-        tools=tools,
-        left_out=left_out,
+        messages=asked.messages,
+        tools=asked.tools,
+        left_out=asked.left_out,
         stream=flag_field(body, "stream"),
         max_tokens=number_field(body, "max_completion_tokens", "max_tokens"),
         stop=stops_field(body.get("stop"), "stop"),
@@ -75,51 +61,9 @@ def parse(body: Json) -> ModelRequest:
         calls_allowed=body.get("tool_choice") != "none",
         asked=asked_of(body, (*ASKED, *MORE)),
         usage_in_stream=stream_options(body, "include_usage")["include_usage"],
-        places=tuple(f"messages[{i}]" for i in range(len(messages))),
+        places=asked.places,
         raw=body,
     )
-
-
-def read_messages(raw: Sequence[Json]) -> tuple[Message, ...]:
-    """The messages of a conversation."""
-    if not raw:
-        raise bad("'messages' must hold at least one message", "messages")
-    found: list[Message] = []
-    for i, message in enumerate(raw):
-        known = ReadOnce("chat", message)
-        found += known.messages or known.keep((_message(message, f"messages[{i}]"),))
-    return tuple(found)
-
-
-def _message(raw: Json, where: str) -> Message:
-    role = _ROLES.get(str(raw.get("role")))
-    if role is None:
-        known = ", ".join(_ROLES)
-        raise bad(f"{where} has the role {raw.get('role')!r:.40}; a role is one of {known}", where)
-    content, media = read_content(raw.get("content"), where)
-    if media and role in ("assistant", "system"):
-        raise bad(f"{where} holds an image, which is for messages of users and results", where)
-    if role == "assistant":
-        calls = []
-        for call in list_field(raw, "tool_calls"):
-            function = call.get("function")
-            if not isinstance(function, dict):
-                raise bad(f"{where}: a call of type {call.get('type')!r:.40} cannot be read", where)
-            calls.append(
-                read_call(function.get("name"), function.get("arguments"), call.get("id"), where)
-            )
-        refusal = raw.get("refusal")
-        return Message(role, content or (refusal if isinstance(refusal, str) else ""), tuple(calls))
-    if role == "tool":
-        id, name = raw.get("tool_call_id"), raw.get("name")
-        return Message(
-            role,
-            content,
-            name=name if isinstance(name, str) else None,
-            tool_call_id=id if isinstance(id, str) else None,
-            media=media,
-        )
-    return Message(role, content, media=media)
 
 
 def body(request: ModelRequest, replies: Sequence[ModelReply]) -> Json:

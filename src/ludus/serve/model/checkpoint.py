@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
+from ludus.chat.api_fields import ApiError, bad
 from ludus.chat.renderer import NextContext, Renderer
 from ludus.chat.streaming import ReplyView, TokenFeed, read_completion
 from ludus.core.generation import Engine, OnTokens, Sampling
@@ -17,15 +18,7 @@ from ludus.core.images import MOST_PIXELS
 from ludus.core.messages import Json
 from ludus.serve.admission import Admission, WorkBudget
 from ludus.serve.app import check_exposure, check_token
-from ludus.serve.model.requests import (
-    LONG,
-    ApiError,
-    ModelReply,
-    ModelRequest,
-    bad,
-    check_images,
-    refuse_images,
-)
+from ludus.serve.model.requests import LONG, ModelReply, ModelRequest, check_images, refuse_images
 from ludus.serve.model.server import Incoming
 from ludus.serve.model.streams import LiveReplies
 from ludus.serve.service import ServerConfig

@@ -23,6 +23,7 @@ from weakref import WeakSet
 
 from aiohttp import web
 
+from ludus.chat.api_fields import ApiError, bad
 from ludus.chat.streaming import TokenFeed
 from ludus.core.failures import Aborted, ConfigError, EngineError, InfraError
 from ludus.core.images import MOST_PIXELS
@@ -35,15 +36,7 @@ from ludus.rollouts.message_tree import MessageTree, SampledTurn
 from ludus.rollouts.recorder import BudgetUsedUp
 from ludus.serve.admission import WorkBudget
 from ludus.serve.app import check_token
-from ludus.serve.model.requests import (
-    LONG,
-    ApiError,
-    ModelReply,
-    ModelRequest,
-    bad,
-    check_images,
-    refuse_images,
-)
+from ludus.serve.model.requests import LONG, ModelReply, ModelRequest, check_images, refuse_images
 from ludus.serve.model.server import Forwarded, Incoming, reward_number, unknown_model
 from ludus.serve.model.streams import LiveReplies
 from ludus.serve.telemetry import ModelMetrics

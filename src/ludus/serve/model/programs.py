@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from ludus.chat.api_fields import ApiError
 from ludus.core.failures import Aborted, Boundary, ConfigError, InfraError
 from ludus.core.task import Task
 from ludus.core.trajectory import StopReason
@@ -40,7 +41,6 @@ from ludus.serve.model.episodes import (
     EpisodeSession,
     check_models,
 )
-from ludus.serve.model.requests import ApiError
 from ludus.serve.model.server import ModelServer
 from ludus.serve.service import ServerConfig
 from ludus.tools.wire import task_to_json

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import count
 
-from ludus.core.messages import Json, Message
+from ludus.chat.api_fields import bad
+from ludus.chat.api_requests import read_responses
+from ludus.core.messages import Json
 from ludus.serve.model.chat import ASKED, MORE, error
 from ludus.serve.model.requests import (
     Dialect,
@@ -15,14 +17,8 @@ from ludus.serve.model.requests import (
     ReplyHead,
     arguments_text,
     asked_of,
-    bad,
-    content_text,
     flag_field,
-    list_field,
     number_field,
-    read_call,
-    read_content,
-    read_tools,
     stream_options,
     text_field,
 )
@@ -42,69 +38,20 @@ def parse(body: Json) -> ModelRequest:
             "text",
         )
     stream_options(body, "include_obfuscation")
-    messages, places = _messages(body)
-    tools, left_out = read_tools(body, frozenset({"function"}), "tools[{}]")
-    if not messages:
-        raise bad("'input' must be a text or a list of items", "input")
+    asked = read_responses(body)
     return ModelRequest(
         model=text_field(body, "model"),
-        messages=messages,
-        tools=tools,
-        left_out=left_out,
+        messages=asked.messages,
+        tools=asked.tools,
+        left_out=asked.left_out,
         stream=flag_field(body, "stream"),
         max_tokens=number_field(body, "max_output_tokens"),
         calls_allowed=body.get("tool_choice") != "none",
         asked=asked_of(body, (*ASKED, *MORE)),
-        places=places,
+        places=asked.places,
         messages_field="input",
         raw=body,
     )
-
-
-def _messages(body: Json) -> tuple[tuple[Message, ...], tuple[str, ...]]:
-    """The messages, and where each stands."""
-    instructions = body.get("instructions")
-    found: list[Message] = []
-    places: list[str] = []
-    if instructions is not None:
-        found.append(Message("system", content_text(instructions, "instructions")))
-        places.append("instructions")
-    given = body.get("input")
-    if isinstance(given, str):
-        return (*found, Message("user", given)), (*places, "input")
-    for number, item in enumerate(list_field(body, "input")):
-        where = f"input[{number}]"
-        _add(found, item, where)
-        places += [where] * (len(found) - len(places))  # an item may go on with the message before it
-    return tuple(found), tuple(places)
-
-
-def _add(found: list[Message], item: Json, where: str) -> None:
-    """Add an item. Text and calls of one turn are items of their own, and one message here."""
-    kind = item.get("type") or "message"
-    if kind == "reasoning":  # it says nothing new: a reply's thinking is in its tokens
-        return
-    if kind == "function_call_output":
-        id, (output, media) = item.get("call_id"), read_content(item.get("output"), where)
-        id = id if isinstance(id, str) else None
-        found.append(Message("tool", output, tool_call_id=id, media=media))
-        return
-    if kind == "function_call":
-        call = read_call(item.get("name"), item.get("arguments"), item.get("call_id"), where)
-        if found and found[-1].role == "assistant":
-            last = found.pop()
-            found.append(Message("assistant", last.content, (*last.tool_calls, call)))
-        else:
-            found.append(Message("assistant", "", (call,)))
-        return
-    roles = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-    role = roles.get(str(item.get("role")))
-    if kind != "message" or role is None:
-        raise bad(f"{where} is of type {kind!r:.40} and role {item.get('role')!r:.40}: not known", where)
-    text, media = read_content(item.get("content"), where)
-    if media and role != "user":
-        raise bad(f"{where} holds an image, which is for messages of users and results", where)
-    found.append(Message(role, text, media=media))  # type: ignore[arg-type]
 
 
 def body(request: ModelRequest, replies: Sequence[ModelReply]) -> Json:

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from aiohttp import web
 
 from ludus import __version__
+from ludus.chat.api_fields import ApiError, bad
 from ludus.core.failures import Aborted, ConfigError, InfraError
 from ludus.core.images import ImageError
 from ludus.core.messages import Json
@@ -30,7 +31,7 @@ from ludus.serve.admission import RequestError, Running
 from ludus.serve.app import AppServer, HttpApi, bearer_token, beside_the_loop, json_response
 from ludus.serve.model.anthropic import ANTHROPIC
 from ludus.serve.model.chat import CHAT
-from ludus.serve.model.requests import ApiError, Dialect, ModelReply, ModelRequest, bad
+from ludus.serve.model.requests import Dialect, ModelReply, ModelRequest
 from ludus.serve.model.responses import RESPONSES
 from ludus.serve.model.streams import EventResponse, EventStream, LiveReplies
 from ludus.serve.service import ServerConfig

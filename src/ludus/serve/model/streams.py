@@ -14,17 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from aiohttp import web
 
+from ludus.chat.api_fields import ApiError
 from ludus.chat.streaming import ReplyView, TokenFeed
 from ludus.serve.app import taken
-from ludus.serve.model.requests import (
-    ApiError,
-    Dialect,
-    Event,
-    ModelReply,
-    ModelRequest,
-    ReplyHead,
-    StreamWriter,
-)
+from ludus.serve.model.requests import Dialect, Event, ModelReply, ModelRequest, ReplyHead, StreamWriter
 from ludus.tools.wire import dump
 
 EVENTS = "text/event-stream"
