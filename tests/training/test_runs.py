@@ -325,7 +325,7 @@ def test_tools_that_a_run_does_not_have_are_told_of(tmp_path: Path, name: str, c
     shown = [ANSWER[0], {"role": "assistant", "tool_calls": [call]}]
     tables = settings(tmp_path / "run", rl={"steps": 0}, warm_start={"steps": 1, "batch": 1})
     ludus.train(**tables, **code(), demonstrations=[shown])
-    told = "call tools that this run does not have: divide" in capsys.readouterr().err
+    told = "call tools that neither their rows nor this run have: divide" in capsys.readouterr().err
     assert told is (name == "divide")
 
 

@@ -24,7 +24,7 @@ MOST_TOOL_BYTES = 1_000_000
 _LONGEST = 8192
 """Bytes of a message that is remembered."""
 _EMPTY = {"type": "object", "properties": {}}
-_TEXTS = frozenset({"text", "input_text", "output_text", "refusal"})
+_TEXTS = ("text", "input_text", "output_text", "refusal")
 
 
 class ApiError(LudusError):
@@ -149,7 +149,7 @@ def _read_tool(tool: Any, schema: str, where: str) -> ToolSpec:
 
 def read_tools(
     body: Json,
-    kinds: frozenset[str | None],
+    kinds: Sequence[str | None],
     place: str,
     *,
     schema: str = "parameters",
@@ -217,7 +217,7 @@ def _as_chat_tool(tool: Any) -> Any:
 def parse_tools(given: Any) -> tuple[ToolSpec, ...]:
     """The tools of a row of data; one that cannot be called is refused."""
     tools, left_out = read_tools(
-        {"tools": as_chat_tools(given)}, frozenset({"function"}), "tools[{}]", inner="function"
+        {"tools": as_chat_tools(given)}, ("function",), "tools[{}]", inner="function"
     )
     if left_out:
         raise bad(

@@ -19,7 +19,7 @@ from ludus.chat.api_fields import (
 )
 from ludus.core.messages import Json, Message, Role, ToolSpec
 
-_THOUGHTS = frozenset({"thinking", "redacted_thinking"})
+_THOUGHTS = ("thinking", "redacted_thinking")
 _ROLES: dict[str, Role] = {
     "system": "system",
     "developer": "system",
@@ -44,7 +44,7 @@ class AskedConversation:
 
 def read_chat(body: Json) -> AskedConversation:
     """The conversation of a request of OpenAI's chat completions."""
-    tools, left_out = read_tools(body, frozenset({"function"}), "tools[{}]", inner="function")
+    tools, left_out = read_tools(body, ("function",), "tools[{}]", inner="function")
     messages = read_messages(list_field(body, "messages"))
     places = tuple(f"messages[{i}]" for i in range(len(messages)))
     return AskedConversation(messages, places, tools, left_out)
@@ -97,7 +97,7 @@ def _message(raw: Json, where: str) -> Message:
 
 def read_anthropic(body: Json) -> AskedConversation:
     """The conversation of a request of Anthropic's messages API."""
-    tools, left_out = read_tools(body, frozenset({None, "custom"}), "tools.{}", schema="input_schema")
+    tools, left_out = read_tools(body, (None, "custom"), "tools.{}", schema="input_schema")
     found: list[Message] = []
     places: list[str] = []
     if body.get("system"):
@@ -149,7 +149,7 @@ def _anthropic_messages(raw: Json, where: str) -> tuple[Message, ...]:
 def read_responses(body: Json) -> AskedConversation:
     """The conversation of a request of OpenAI's responses API, which is sent whole."""
     messages, places = _items(body)
-    tools, left_out = read_tools(body, frozenset({"function"}), "tools[{}]")
+    tools, left_out = read_tools(body, ("function",), "tools[{}]")
     if not messages:
         raise bad("'input' must be a text or a list of items", "input")
     return AskedConversation(messages, places, tools, left_out)

@@ -22,7 +22,7 @@ MOST_PIXELS = 40_000_000
 """Pixels of one image: 120 MB once it is decoded."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """Formats that are decoded; of an animation, the first frame."""
-PARTS = frozenset({"image", "image_url", "input_image"})
+PARTS = ("image", "image_url", "input_image")
 """The types of parts of a message that are images: Hugging Face's and Anthropic's, then OpenAI's."""
 
 

@@ -6,7 +6,8 @@ messages. They are rendered to tokens here, with the tokenizer that will learn f
 another tokenizer's.
 
 What the assistant says is learned, but not in a `prompt` that a row gives or a recorded task brings, nor where
-both sides of a pair begin alike: there it is read (`PromptedConversation`), as TRL has it.
+both sides of a pair begin alike: there it is read (`PromptedConversation`), as TRL has it. The `tools` of a row
+are those of its prompt, whatever the run's are.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ludus.chat.api_fields import ApiError, parse_tools
 from ludus.chat.formats.base import THINK
 from ludus.chat.renderer import Renderer
 from ludus.core.failures import ConfigError
@@ -36,12 +38,20 @@ T = TypeVar("T")
 class PromptedConversation(list[Message]):
     """A conversation whose prompt is context only: its messages, of any role, are not trained on."""
 
-    def __init__(self, messages: Iterable[Message], prompt: int = 0, shared: int = 0) -> None:
+    def __init__(
+        self,
+        messages: Iterable[Message],
+        prompt: int = 0,
+        shared: int = 0,
+        tools: Sequence[ToolSpec] | None = None,
+    ) -> None:
         super().__init__(messages)
         self.prompt = prompt
         """So many messages are a prompt: rendered at once, as that of a task is."""
         self.shared = shared
         """So many messages are the other side's as well: rendered turn by turn, as they were said."""
+        self.tools = tools
+        """The tools that its prompt describes; None: those of the run."""
 
 
 _VERDICTS = {"chosen": 1.0, "rejected": 0.0, "tie": 0.5}
@@ -128,7 +138,7 @@ def parse_conversations(given: Iterable[Any]) -> list[Conversation]:
         try:
             row = conversation if isinstance(conversation, Mapping) else {"messages": conversation}
             conversations.append(_said(_conversation(row)))
-        except ValueError as error:
+        except (ValueError, ApiError) as error:
             raise ConfigError(
                 f'demonstration {number} is not a list of messages, or {{"messages": [...]}}: {error}'
             ) from None
@@ -143,7 +153,7 @@ def _parsed_rows(
             if not isinstance(row, Mapping):
                 raise ValueError(f"a row is a table of fields, not {row!r:.80}")
             yield parse(row)
-        except ConfigError as error:
+        except (ConfigError, ApiError) as error:
             raise ConfigError(f"{where}: {error}") from None
         except ValueError as error:
             raise ConfigError(f"{where}, is not {what}: {error}") from None
@@ -173,7 +183,34 @@ def answers(conversation: Conversation) -> list[Message]:
     return [one for one in conversation[len(asked(conversation)) :] if one.role == "assistant"]
 
 
-def _conversation(row: Mapping[str, Any]) -> list[Message]:
+def tools_of(conversation: Conversation) -> Sequence[ToolSpec] | None:
+    """The tools that a conversation brings; None where it leaves them to the run."""
+    return conversation.tools if isinstance(conversation, PromptedConversation) else None
+
+
+def unknown_calls(conversation: Conversation, tools: Sequence[ToolSpec]) -> set[str]:
+    """The names that are called in it, and are not in its prompt; `tools` are those of the run."""
+    own = tools_of(conversation)
+    known = {tool.name for tool in (tools if own is None else own)}
+    return {call.name for message in conversation for call in message.tool_calls} - known
+
+
+def _row_tools(row: Mapping[str, Any]) -> Sequence[ToolSpec] | None:
+    """The tools of a row, by OpenAI's names for the field."""
+    given = next((row[name] for name in ("tools", "functions") if row.get(name) is not None), None)
+    return None if given is None else parse_tools(given)
+
+
+def _conversation(row: Mapping[str, Any]) -> Conversation:
+    said, tools = _row_messages(row), _row_tools(row)
+    if tools is None:
+        return said
+    return PromptedConversation(
+        said, said.prompt if isinstance(said, PromptedConversation) else 0, tools=tools
+    )
+
+
+def _row_messages(row: Mapping[str, Any]) -> list[Message]:
     whole = next((name for name in ("messages", "conversations") if row.get(name) is not None), None)
     if "prompt" in row and whole is None:
         return _after(row["prompt"], _field(row, "completion"))
@@ -214,6 +251,7 @@ def _after(prompt: Any, answer: Any) -> PromptedConversation:
 
 def _pair(row: Mapping[str, Any]) -> tuple[Conversation, Conversation]:
     chosen, rejected = (_after(row.get("prompt"), _field(row, side)) for side in ("chosen", "rejected"))
+    chosen.tools = rejected.tools = _row_tools(row)
     check_conversation(chosen)
     check_conversation(rejected)
     if asked(chosen) != asked(rejected):
@@ -290,8 +328,13 @@ def check_conversation(conversation: Conversation) -> None:
 def trajectory_of(
     conversation: Conversation, renderer: Renderer, tools: Sequence[ToolSpec]
 ) -> Trajectory:
-    """The conversation as an episode in which the assistant's messages after the prompt are the actions."""
+    """The conversation as an episode in which the assistant's messages after the prompt are the actions.
+
+    `tools` are those of a conversation that brings none.
+    """
     check_conversation(conversation)
+    own = tools_of(conversation)
+    tools = tools if own is None else own
     try:
         rendered = _rendered(conversation, renderer, tools)
         shared = conversation.shared if isinstance(conversation, PromptedConversation) else 0

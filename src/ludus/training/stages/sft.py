@@ -29,7 +29,7 @@ from ludus.training.config.rl import RolloutSettings
 from ludus.training.config.stages import RejectionConfig, SFTConfig
 from ludus.training.controller import step_by_step
 from ludus.training.data.batch import Batch
-from ludus.training.data.conversations import read_conversations
+from ludus.training.data.conversations import read_conversations, unknown_calls
 from ludus.training.data.micro_batches import MicroBatch
 from ludus.training.data.tasks import items_of_step
 from ludus.training.optim.learner import Learner, Metrics
@@ -92,15 +92,13 @@ class SFTStage(Stage[SFTConfig]):
             await self._note_unknown_tools()
 
     async def _note_unknown_tools(self) -> None:
-        """Warn of demonstrations that call tools which this run does not have."""
-        messages = [message for shown in self._demonstrations for message in shown.messages]
-        called = {call.name for message in messages for call in message.tool_calls}
-        if not called:
-            return
-        known = {spec.name for spec in await tool_specs(self.context.rollout)}
-        if unknown := sorted(called - known):
+        """Warn of demonstrations that call tools which their prompts do not describe."""
+        shown = demonstrations_of(self.config, self.context.recipe, self.context.parts)
+        known = await tool_specs(self.context.rollout)
+        if unknown := sorted({name for one in shown for name in unknown_calls(one, known)}):
             log.warning(
-                "demonstrations call tools that this run does not have: %s", ", ".join(unknown)[:200]
+                "demonstrations call tools that neither their rows nor this run have: %s",
+                ", ".join(unknown)[:200],
             )
 
     async def advance(self, number: int) -> StepResult:
