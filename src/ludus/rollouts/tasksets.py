@@ -17,6 +17,7 @@ from ludus.core.user_code import error_with_location
 from ludus.core.user_files import file_problem, json_lines, read_user_json, read_user_text
 from ludus.envs.world import adapted_tasks
 from ludus.model.image_files import check_image, decode_image
+from ludus.rollouts.logs import is_logs, opening_rows, read_logs
 from ludus.rollouts.task_file import TaskFile, is_large
 
 DATASET = "dataset:"
@@ -34,10 +35,12 @@ Columns = Mapping[str, str]
 
 
 def load_tasks(source: str, columns: Columns | None = None) -> Sequence[Task]:
-    """Tasks from a file (`FILES`), dataset:NAME:CONFIG@SPLIT, an adapter (`gymnasium:ID`), or code.
+    """Tasks from a file (`FILES`), dataset:NAME:CONFIG@SPLIT, an adapter (`gymnasium:ID`), logs, or code.
 
     Those of a large file of JSON lines are all checked, and parsed again when they are asked for.
     """
+    if not source.startswith(DATASET) and is_logs(source):
+        return _parsed(opening_rows(read_rows(source, columns)), source)
     if source.endswith(".jsonl") and not source.startswith(DATASET) and is_large(source):
         return tasks_of_lines(source, columns)
     return _parsed(read_rows(source, columns), source)
@@ -54,14 +57,16 @@ def tasks_of_lines(source: str, columns: Columns | None = None) -> TaskFile:
 
 
 def is_rows(source: str) -> bool:
-    """Whether this names a file or a dataset, rather than code."""
-    return source.startswith(DATASET) or source.endswith(FILES)
+    """Whether this names a file, a dataset or a folder of logs, rather than code."""
+    return source.startswith(DATASET) or source.endswith(FILES) or Path(source).is_dir()
 
 
 def read_rows(source: str, columns: Columns | None = None) -> Iterator[tuple[str, Any]]:
     """The rows of a source, each with where it stands, its columns called as `columns` says."""
     if source.startswith(DATASET):
         rows = _counted(source, _dataset_rows(source.removeprefix(DATASET)))
+    elif not source.endswith(".parquet") and is_logs(source):
+        rows = iter(read_logs(source))
     elif source.endswith(".jsonl"):
         rows = json_lines(read_user_text(source), source)
     elif source.endswith(".json"):
@@ -83,7 +88,7 @@ def read_rows(source: str, columns: Columns | None = None) -> Iterator[tuple[str
         rows = _counted(source, found)
     else:
         raise ConfigError(
-            f"{source!r} is no source of data; give a .jsonl, .json or .parquet file, "
+            f"{source!r} is no source of data; give a .jsonl, .json or .parquet file, a folder of logs, "
             "'module:function', or 'dataset:NAME@SPLIT' ('dataset:NAME:CONFIG@SPLIT')"
         )
     prepared = _prepared(source, columns)
@@ -121,6 +126,8 @@ def _characters(value: Any) -> int:
     """Number of characters of all text in a value; images count as none."""
     if isinstance(value, str):
         return 0 if value.startswith("data:") else len(value)
+    if isinstance(value, Message):
+        return len(value.content)
     if isinstance(value, Mapping):
         return sum(map(_characters, value.values()))
     return sum(map(_characters, value)) if isinstance(value, list | tuple) else 0

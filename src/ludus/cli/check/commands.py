@@ -98,7 +98,9 @@ def check_tool(
 def check_data(
     files: Annotated[
         list[str],
-        typer.Argument(help="Files of episodes (Parquet) or conversations, then settings: min_turns=1."),
+        typer.Argument(
+            help="Files of episodes (Parquet) or conversations, folders of logs; settings: min_turns=1."
+        ),
     ],
     recipe: Annotated[
         Path | None,

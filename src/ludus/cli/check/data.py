@@ -1,4 +1,4 @@
-"""`ludus check data FILE`: put any file of episodes or conversations through quality control.
+"""`ludus check data PATH`: put files of examples, or folders of logs, through quality control.
 
 `ludus check reward`: compares rewards with people's labels, and finds tests that pass unsolved.
 """
@@ -25,7 +25,7 @@ from ludus.core.tokenizer import ByteTokenizer, Tokenizer
 from ludus.core.trajectory import StopReason, Trajectory
 from ludus.core.user_files import file_problem
 from ludus.engine.fake import FakeEngine
-from ludus.observe import Progress, holds_trajectories, read_trajectories
+from ludus.observe import Progress, holds_trajectories, read_trajectories, setup_logging
 from ludus.rewards import TurnReward, build_reward
 from ludus.rewards.check import measure_agreement, read_labels
 from ludus.rewards.code_tests import UnitTests
@@ -49,13 +49,14 @@ def check_data(
     given = apply_overrides({}, settings)
     parsed = QualityConfig.parse(given, "the settings of the check")
     loaded = load(recipe, [], None) if recipe is not None else None
-    trajectories = [one for file in files for one in read_examples(file)]
+    with setup_logging(verbosity=1):  # what was read of logs, and what was not
+        trajectories = [one for file in files for one in read_examples(file)]
     console = Console(stderr=True)
     asked = {
         "format": 1,
         "method": "check",
         "settings": parsed.model_dump(mode="json"),
-        "files": {str(file): hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files},
+        "files": {str(file): _digest(file) for file in files},
         "recipe": loaded[0].model_dump(mode="json") if loaded else None,
     }
     with (
@@ -68,9 +69,18 @@ def check_data(
     show_result(Console(), "quality control", result, context.cost, written)
 
 
+def _digest(path: Path) -> str:
+    """Of a file, or of all files of a folder."""
+    files = sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
+    digest = hashlib.sha256()
+    for one in files:
+        digest.update(one.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def read_examples(file: Path) -> list[Trajectory]:
     """Episodes as Ludus writes them, or conversations as others do."""
-    if (problem := file_problem(file, beside_recipe=False)) is not None:
+    if not file.is_dir() and (problem := file_problem(file, beside_recipe=False)) is not None:
         raise ConfigError(problem)
     if file.suffix == ".parquet" and holds_trajectories(file):
         return read_trajectories(file)
