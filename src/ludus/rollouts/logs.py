@@ -54,7 +54,7 @@ def is_logs(source: str) -> bool:
     """Whether a source is a folder, or a file whose first row is a logged call."""
     path = Path(source)
     if path.suffix not in _ENDINGS:
-        return path.is_dir()
+        return path.suffix != ".parquet" and path.is_dir()  # that of a data set may be a folder
     if file_problem(path) is not None:
         return False
     try:

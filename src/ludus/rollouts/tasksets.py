@@ -65,7 +65,7 @@ def read_rows(source: str, columns: Columns | None = None) -> Iterator[tuple[str
     """The rows of a source, each with where it stands, its columns called as `columns` says."""
     if source.startswith(DATASET):
         rows = _counted(source, _dataset_rows(source.removeprefix(DATASET)))
-    elif not source.endswith(".parquet") and is_logs(source):
+    elif is_logs(source):
         rows = iter(read_logs(source))
     elif source.endswith(".jsonl"):
         rows = json_lines(read_user_text(source), source)

@@ -9,8 +9,9 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ludus.cli.check.prompts import prompt_findings
 from ludus.core.failures import ConfigError, Failure, Fault, LudusError, MissingExtraError
 from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSet
 from ludus.core.registry import load_reference
@@ -34,6 +35,9 @@ from ludus.tools.library import build_toolset
 from ludus.tools.toolset import effects_of
 from ludus.training.config.parts import Parts, TaskSetSpec, load_parts, task_set_specs
 from ludus.training.config.recipe import Recipe, load_recipe
+
+if TYPE_CHECKING:
+    from ludus.chat.tokenizers import HFTokenizer
 
 Findings = list[tuple[str, str]]
 SAMPLE = 16
@@ -85,6 +89,8 @@ def recipe_findings(
             of_set = f"{plan.name}: " if len(plans) > 1 else ""
             found = await _set_findings(plan, call_tools, seconds)
             findings.extend((severity, of_set + text) for severity, text in found)
+        if len(plans) == 1 and not any(severity == "error" for severity, _ in findings):
+            findings.extend(await _within(seconds, "an episode", _prompts(recipe, parts)))
         await close_shared_sandboxes()
 
     asyncio.run(every_set())
@@ -179,15 +185,17 @@ def _content(task: Task) -> int:
 
 
 @asynccontextmanager
-async def _rollout(recipe: Recipe, parts: Parts) -> AsyncIterator[Rollout]:
+async def _rollout(
+    recipe: Recipe, parts: Parts, tokenizer: HFTokenizer | None = None
+) -> AsyncIterator[Rollout]:
     """The recipe's rollout with a script in the model's place, which always says "hello"."""
     from ludus.chat.tokenizers import HFTokenizer
     from ludus.engine import FakeEngine
     from ludus.training.models.scratch import fit_tokenizer
     from ludus.training.task_sets import build_rollout
 
-    tokenizer = HFTokenizer(fit_tokenizer([], vocabulary=0))
-    engine = FakeEngine(lambda tokens, sampling, session: "hello<|im_end|>", tokenizer)
+    tokenizer = tokenizer or HFTokenizer(fit_tokenizer([], vocabulary=0))
+    engine = FakeEngine(lambda tokens, sampling, session: "hello", tokenizer)
     rollout = build_rollout(recipe, parts, engine, tokenizer)
     try:
         yield rollout
@@ -216,6 +224,31 @@ async def _episode(recipe: Recipe, parts: Parts) -> Findings:
         return [("warning", "an episode was played and not scored: every reward returned None")]
     ended = f"{trajectory.stop}, reward {trajectory.reward}"
     return [("info", f"an episode was played, by a script in the model's place: {ended}")]
+
+
+async def _prompts(recipe: Recipe, parts: Parts) -> Findings:
+    """The prompts of demonstrations and of an episode, by the model's own tokenizer where it can be loaded."""
+    from ludus.training.models.loading import tokenizer_of
+    from ludus.training.task_sets import tool_specs
+
+    shown, name = parts.demonstrations, recipe.model.name
+    if shown is None or callable(shown) or not parts.tasks:
+        return []
+    tokenizer, notes = None, Findings()
+    if name is not None:
+        try:
+            tokenizer = await asyncio.to_thread(tokenizer_of, recipe.model)
+        except LudusError as error:
+            other = "prompts were compared by the chat template of models made from scratch"
+            notes.append(
+                ("skipped", f"{other}, because the tokenizer of {name} cannot be loaded: {error}")
+            )
+    async with _rollout(recipe, parts, tokenizer) as rollout:
+        limits = {"max_turns": 1, "max_tokens": BYTES_PER_TOKEN * recipe.budgets.max_tokens}
+        rollout.budgets = recipe.budgets.model_copy(update=limits)
+        specs = await tool_specs(rollout)
+        played = await rollout.play(parts.tasks[0], attempt=0, seed=recipe.seed)
+        return notes + prompt_findings(rollout, shown[:SAMPLE], specs, played)
 
 
 async def _scores(recipe: Recipe, parts: Parts) -> Findings:

@@ -388,6 +388,12 @@ _FOLDERS = (
     ("stage", "teacher"),
     ("rewards", "folder"),
     ("task_sets", "rewards", "folder"),
+    *((table, name) for table in ("tasks", "task_sets") for name in ("train", "evaluation")),
+    *(
+        (table, name)
+        for table in ("warm_start", "stage")
+        for name in ("demonstrations", "held_out", "pairs")
+    ),
 )
 """Keys whose texts name folders, which have no ending to be known by."""
 _TEXTS = ("system", "run.folder", "wandb")
