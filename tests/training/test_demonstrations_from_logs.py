@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import ludus
 from log_files import ANTHROPIC_TOOL, ASKED, FLAT_TOOL, OPENAI_TOOL, SYSTEM
 from ludus.chat import Renderer, load_format
 from ludus.core import ByteTokenizer, ConfigError, Message, Task
@@ -183,3 +184,59 @@ def test_tools_that_cannot_be_used_are_refused(
     place = "demonstration 1" if reader == "code" else "rows.jsonl, line 1"
     with pytest.raises(ConfigError, match=f"{place}.*{why}"):
         read(written(tmp_path / "rows.jsonl", [{**row, "tools": tools}]))
+
+
+TOOLS = ("refund", "reset", "reboot", "resend")
+
+
+def tool_called(name: str) -> dict[str, Any]:
+    about = {
+        "name": name,
+        "description": "Solves it.",
+        "parameters": {"type": "object", "properties": {}},
+    }
+    return {"type": "function", "function": about}
+
+
+def use_what_is_offered(task: Task, base_url: str, key: str) -> float:
+    """A program whose request alone says which tool there is."""
+    client = LoggedClient(base_url, key, Path(task.metadata["log"]))
+    asked = [{"role": "user", "content": task.messages[-1].content}]
+    reply = client.ask("chat/completions", messages=asked, tools=[tool_called(task.target)])
+    calls = reply["choices"][0]["message"].get("tool_calls") or []
+    return float([call["function"]["name"] for call in calls] == [task.target])
+
+
+def test_a_folder_of_logs_warm_starts_a_program(tmp_path: Path) -> None:
+    """Its program then succeeds; after the same logs without their tools, it cannot know what there is."""
+    asked = [f"Ticket {number}" for number in range(24)]
+    success = {}
+    for field in ("tools", "dropped"):
+        folder = tmp_path / field
+        folder.mkdir()
+        for number, text in enumerate(asked):
+            name = TOOLS[number % len(TOOLS)]
+            call = {"id": "c", "type": "function", "function": {"name": name, "arguments": "{}"}}
+            request = {"messages": [{"role": "user", "content": text}], field: [tool_called(name)]}
+            reply = {"role": "assistant", "content": None, "tool_calls": [call]}
+            choices = [{"message": reply, "finish_reason": "tool_calls"}]
+            (folder / f"{number}.json").write_text(
+                json.dumps({"request": request, "response": {"choices": choices}})
+            )
+        log = str(tmp_path / "calls.jsonl")
+        result = ludus.train(
+            model={"scratch": {"layers": 1, "width": 64}},
+            tasks=str(folder),
+            held_out=[
+                Task.of(f"Ticket {number}", TOOLS[number % 4], log=log) for number in range(30, 38)
+            ],
+            agent=use_what_is_offered,
+            demonstrations=str(folder),
+            stage=[{"kind": "sft", "steps": 30, "batch": 12, "optimizer": {"learning_rate": 1e-2}}],
+            budgets={"max_turns": 1, "max_turn_tokens": 24},
+            evaluation={"attempts": 2},
+            run={"folder": str(tmp_path / f"run_{field}")},
+            progress=False,
+        )
+        success[field] = result.metrics[-1]["eval/success"]
+    assert success["tools"] >= 0.9 and success["dropped"] <= 0.5, success
