@@ -73,6 +73,8 @@ BODIES = {
     "deep somewhere": raw(metadata=deep(900)),
     "very deep": raw(metadata=deep(100_000)),
     "many digits": raw(metadata="9" * 5000),
+    "a tool of types": raw(tools='[{"type": ["function"]}]'),
+    "a part of types": raw(messages='[{"role": "user", "content": [{"type": {}}]}]'),
 }
 
 

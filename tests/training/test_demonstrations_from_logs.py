@@ -174,7 +174,7 @@ def test_the_tools_of_a_row_are_in_its_prompt(
     ([OPENAI_TOOL, OPENAI_TOOL], "two tools have the same name"),
     ([{"type": "web_search"}], "only functions can"),
     ([{**FUNCTION, "parameters": "x"}], "a JSON Schema"),
-    ([{"type": ["function"], "name": "a"}], "cannot be called here"),
+    ([{"type": ["function"], "name": "a"}], "must be a text"),
 ])  # fmt: skip
 @pytest.mark.parametrize("reader", READERS)
 def test_tools_that_cannot_be_used_are_refused(

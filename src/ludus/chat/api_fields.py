@@ -164,6 +164,8 @@ def read_tools(
     tools: list[ToolSpec] = []
     left_out: list[str] = []
     for number, tool in enumerate(list_field(body, "tools", MOST_TOOLS)):
+        if not isinstance(tool.get("type"), str | None):
+            raise bad(f"the type of {place.format(number)} must be a text", place.format(number))
         if tool.get("type") in kinds:
             found = tool if inner is None else tool.get(inner)
             tools.append(_read_tool(found, schema, place.format(number)))

@@ -155,7 +155,7 @@ def _began_from_scratch(name: str, runs: int = 8) -> bool:
 
 
 class TasksConfig(Config):
-    """Where tasks come from: a file, 'dataset:NAME:CONFIG@SPLIT', or 'module:function' that returns them."""
+    """Where tasks come from: a file, a folder of logs, 'dataset:NAME:CONFIG@SPLIT', or 'module:function'."""
 
     train: Place | None = None
     """Tasks to learn from."""

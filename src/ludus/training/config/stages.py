@@ -153,7 +153,7 @@ class SFTConfig(BaseStageConfig):
     kind: Literal["sft"] = "sft"
     """What kind of stage this is."""
     demonstrations: Place | None = None
-    """An expert as 'module:function', or conversations in a file or 'dataset:NAME@SPLIT' (docs/training.md)."""
+    """An expert as 'module:function', or conversations in a file, a folder of logs or 'dataset:NAME@SPLIT'."""
     columns: dict[str, str] = Field(default_factory=dict)
     """Which column of the data is which field, such as { prompt = "question", completion = "answer" }."""
     held_out: Annotated[float, Field(gt=0, lt=1, strict=True)] | Place | None = None
