@@ -145,6 +145,9 @@ def test_tasks_are_what_was_asked(tmp_path: Path) -> None:
     assert (one.target, two.target) == (None, "access")
     assert one.metadata == {"answer": ANSWER}
     assert load_tasks(str(folder / "all.jsonl"), {"target": "answer"})[0].target == ANSWER
+    talk = [{"from": "human", "value": ASKED}, {"from": "gpt", "value": ANSWER}]
+    (task,) = load_tasks(str(written(tmp_path / "talks" / "a.json", [{"conversations": talk}]).parent))
+    assert [(m.role, m.content) for m in task.messages] == [("user", ASKED)] and not task.metadata
 
 
 @pytest.mark.parametrize(("files", "told"), [

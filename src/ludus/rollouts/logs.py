@@ -30,6 +30,8 @@ _MOST_NAMED = 5
 _ENDINGS = (".json", ".jsonl")
 _ROWS = frozenset({"messages", "conversations", "prompt", "chosen"})
 """A table with one of these fields is a row of data, read as it is."""
+_SAID = ("messages", "conversations", "tools", "functions")
+"""Fields of a conversation that its task does not have."""
 _DEPTH = 100
 """Levels of a log."""
 _told: set[str] = set()
@@ -88,17 +90,19 @@ def opening_rows(rows: Iterable[tuple[Place, Any]]) -> Iterator[tuple[Place, Any
     """Conversations as rows of tasks: what was asked before the first reply, each once."""
     seen: set[tuple[Any, ...]] = set()
     for place, row in rows:
-        if not isinstance(row, Mapping) or not isinstance(row.get("messages"), list):
+        given = row.get("messages") or row.get("conversations") if isinstance(row, Mapping) else None
+        if not isinstance(given, list):
             yield place, row
             continue
         try:
-            asked = takewhile(lambda one: one.role != "assistant", parse_messages(row["messages"]))
+            asked = takewhile(lambda one: one.role != "assistant", parse_messages(given))
         except ValueError as error:
             raise ConfigError(f"{place}: {error}") from None
         messages = list(asked)
         if (key := tuple(map(message_key, messages))) not in seen:
             seen.add(key)
-            yield place, {**{k: v for k, v in row.items() if k != "tools"}, "messages": messages}
+            rest = {name: value for name, value in row.items() if name not in _SAID}
+            yield place, {**rest, "messages": messages}
 
 
 def _files(folder: Path, found: _Found) -> list[Path]:

@@ -38,7 +38,7 @@ from ludus.synth import Cost, SynthContext, SynthFolder, SynthResult, write_resu
 from ludus.synth.quality.pipeline import QualityConfig, QualityPipeline
 from ludus.training.config.parts import Parts, errors_at, load_parts, task_set_specs
 from ludus.training.config.recipe import Recipe, beside, load_recipe, packaged_recipes
-from ludus.training.data.conversations import asked, read_conversations
+from ludus.training.data.conversations import PROMPT_TOOLS, asked, read_conversations, tools_of
 
 _MOST_TOKENS = 1_000_000
 
@@ -86,7 +86,9 @@ def read_examples(file: Path) -> list[Trajectory]:
         return read_trajectories(file)
     found = []
     for number, conversation in enumerate(read_conversations(file)):
-        task = Task(f"{file.stem}-{number}", tuple(asked(conversation)))
+        own = tools_of(conversation)
+        metadata = {} if own is None else {PROMPT_TOOLS: [tool.as_openai() for tool in own]}
+        task = Task(f"{file.stem}-{number}", tuple(asked(conversation)), metadata=metadata)
         found.append(Trajectory(task, messages=list(conversation), stop=StopReason.ANSWERED))
     return found
 

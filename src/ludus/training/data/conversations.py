@@ -32,6 +32,8 @@ from ludus.observe import holds_trajectories, read_trajectories, with_images
 from ludus.rollouts.tasksets import Columns, read_rows, undecodable_images
 
 Conversation = Sequence[Message]
+PROMPT_TOOLS = "prompt_tools"
+"""The metadata of an episode's task with the tools of its prompt, where these are not the run's."""
 T = TypeVar("T")
 
 
@@ -167,7 +169,9 @@ def _checked_conversation(row: Any) -> Conversation:
 
 def episode_conversation(trajectory: Trajectory) -> PromptedConversation:
     """An episode's conversation; the messages before the first action are the prompt."""
-    return PromptedConversation(trajectory.messages, prompt=len(trajectory.asked))
+    given = trajectory.task.metadata.get(PROMPT_TOOLS)
+    tools = None if given is None else parse_tools(given)
+    return PromptedConversation(trajectory.messages, prompt=len(trajectory.asked), tools=tools)
 
 
 def _said(conversation: Conversation) -> Conversation:

@@ -1,4 +1,4 @@
-"""`ludus check recipe` compares the prompts of demonstrations with that of an episode."""
+"""`ludus check` on logs: what was read, and whether their prompts are those of episodes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from log_files import ASKED, OPENAI_TOOL, SYSTEM
+from log_files import ASKED, OPENAI_TOOL, SYSTEM, chat_logs
+from ludus.chat.api_fields import parse_tools
 from ludus.cli.check.recipe import recipe_findings
+from ludus.cli.main import app
+from ludus.training import read_conversations
+from ludus.training.data.conversations import tools_of
 
 AGENT = """
 import json, urllib.request
@@ -75,3 +80,25 @@ def test_prompts_that_part_are_shown_with_the_cause(case: str, tmp_path: Path) -
         assert f"after '<|im_start|>system\\n{SYSTEM}':" in text
         assert "demonstration: '<|im_end|>" in text and "episode:       '\\n\\n# Tools" in text
         assert '"assign"' not in text.partition("episode:")[0]
+
+
+def test_check_data_takes_a_folder_of_logs(tmp_path: Path) -> None:
+    """It says what was read and what was not, and writes what is kept."""
+    logs, out = tmp_path / "logs", tmp_path / "out"
+    logs.mkdir()
+    for number, log in enumerate([*chat_logs(), {"event": "started"}]):
+        (logs / f"{number}.json").write_text(json.dumps(log))
+    command = ["check", "data", str(logs), "min_turns=1", "--out", str(out)]
+    done = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    assert "1 conversations in 3 file(s); 1 logs whose conversation another goes on with" in done.output
+    assert (
+        f"1 logs cannot be read, and are left out:\n  {logs / '2.json'}: it is in no form" in done.output
+    )
+    (kept,) = read_conversations(out / "examples.parquet")
+    assert [message.role for message in kept] == ["system", "user", "assistant", "tool", "assistant"]
+    assert tools_of(kept) == parse_tools([OPENAI_TOOL]), (
+        "the prompts of what was kept are those of the logs"
+    )
+    missing = CliRunner().invoke(app, ["check", "data", str(tmp_path / "nothing")])
+    assert missing.exit_code == 1 and "there is no file" in str(missing.exception)
