@@ -80,7 +80,7 @@ def _langchain(raw: Any) -> Json:
     calls = [as_chat_call(one, "args") for one in tables_of(fields, "tool_calls")]
     content = fields.get("content")
     if isinstance(content, list):  # calls stand in their own field as well
-        dropped = (*BLOCKS_OF_CALLS, *THOUGHTS)
+        dropped = (*BLOCKS_OF_CALLS, *THOUGHTS, "function_call")
         content = [
             one for one in content if not (isinstance(one, Mapping) and one.get("type") in dropped)
         ]
