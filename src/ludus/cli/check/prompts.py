@@ -44,8 +44,10 @@ def prompt_findings(
             has_none = rollout.renderer.bound(()).prompt(played.asked) in prompts
             causes.append(_other_tools(tools, has_none))
         why = " and ".join(causes)
-        before = decode(tokens[:at])[-_SHOWN:]
-        sides = [f"{decode(side[at:])[:_SHOWN]!r}" for side in (tokens, nearest)]
+        rests = [decode(side[at:]) for side in (tokens, nearest)]
+        also = _alike(*rests)  # of a token that is a whole phrase, the end may be another
+        before = (decode(tokens[:at]) + rests[0][:also])[-_SHOWN:]
+        sides = [f"{rest[also:][:_SHOWN]!r}" for rest in rests]
         parted[why].append(
             f"demonstration {number} parts at token {at}, after {before!r}:\n"
             f"  demonstration: {sides[0]}\n  episode:       {sides[1]}"
@@ -64,8 +66,8 @@ def prompt_findings(
     ]
 
 
-def _alike(left: Sequence[int], right: Sequence[int]) -> int:
-    """With how many tokens both begin."""
+def _alike(left: Sequence[object], right: Sequence[object]) -> int:
+    """With how many tokens or characters both begin."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
 
 
