@@ -70,7 +70,7 @@ def operations(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         pytest.importorskip("triton")
         if torch.cuda.is_available():
             pytest.skip("compiled kernels want tensors of the GPU")
-        for module in (fused_model, kernels.layers, kernels.lora):
+        for module in (fused_model, kernels.layers):
             monkeypatch.setattr(module, "unavailable", lambda device: None)
 
 

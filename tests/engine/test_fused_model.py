@@ -63,7 +63,7 @@ def operations(request, monkeypatch):
     """What the forward is made of: torch operations, or the kernels (in the interpreter without a GPU)."""
     if request.param == "compiled":
         pytest.importorskip("triton")
-        for module in (fused_model, kernels.layers, kernels.lora):
+        for module in (fused_model, kernels.layers):
             monkeypatch.setattr(module, "unavailable", lambda device: None)
 
 

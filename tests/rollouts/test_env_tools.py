@@ -210,7 +210,7 @@ def fresh() -> Any:
 async def test_a_call_that_hangs_costs_the_instance_and_the_episode_is_played_again(
     call: ToolCall, show: Any
 ) -> None:
-    pool = EnvPool(Stuck, name="stuck", size=2, step_timeout=0.05, show_actions=show)
+    pool = EnvPool(Stuck, name="stuck", size=2, step_timeout=0.5, show_actions=show)
     trajectory = await playing(pool, [call], "done").play(TASK, attempt=0, seed=0)
     assert trajectory.failure is None and Stuck.made == 2
     assert "instance 1" in observed(trajectory)[1] or "look" in observed(trajectory)[1]
