@@ -28,8 +28,9 @@ from ludus.rewards.reward import CheckedReward
 from ludus.rewards.scorer import evaluate, evaluate_turns
 from ludus.rewards.scores import DEFAULT_TIMEOUT
 from ludus.tools.hosting import PooledHost, ToolFacts, ToolReference
-from ludus.tools.hosting.host import LOADER, HostedTools, error_to_json, reply_of
+from ludus.tools.hosting.host import LOADER, HostedTools, reply_of
 from ludus.tools.tool import malformed
+from ludus.tools.wire import error_to_json
 
 _START_SECONDS = 300.0
 

@@ -31,7 +31,7 @@ from ludus.envs.isolated import EnvRaised
 from ludus.envs.pool import EnvPool, Lease
 from ludus.envs.tools import EnvAccess, EnvTools, rename_clashes, tools_of
 from ludus.envs.world import env_name, load_env
-from ludus.remote.supervisor import EpisodeLost, EpisodeState
+from ludus.remote.lost_episodes import EpisodeLost, EpisodeState
 from ludus.tools import CombinedTools
 from ludus.tools.hosting import ToolFacts, ToolReference, load_tools
 from ludus.tools.hosting.host import facts_of, needs_env

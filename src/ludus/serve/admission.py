@@ -26,8 +26,7 @@ from typing import Any, TypeVar
 from ludus.core.failures import InfraError, LudusError
 from ludus.core.messages import Json
 from ludus.remote.threads import ThreadExecutor
-from ludus.tools.hosting.host import error_kind, failure_fields
-from ludus.tools.wire import ErrorBody, ErrorKind
+from ludus.tools.wire import ErrorBody, ErrorKind, error_kind, failure_fields
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ Requests beyond `connections` wait for one of them, within their deadline.
 
 Every call has a random idempotency key; the server runs a key once, so asking again is safe as long as the
 same server process answers. When another one does, the first attempt may have run without a trace:
-`remote/supervisor.py` decides.
+`remote/lost_episodes.py` decides.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from urllib.parse import quote, urlsplit
 from ludus.core.failures import ConfigError, Fault, InfraError
 from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult, ToolSpec
 from ludus.remote.client import NotConnected, ResponseLost, UnknownHost, retry_after
-from ludus.remote.supervisor import EpisodeLost, EpisodeState, OutcomeUnknown, check_repeatable
+from ludus.remote.lost_episodes import EpisodeLost, EpisodeState, OutcomeUnknown, check_repeatable
 from ludus.remote.time_limit import queueing
 from ludus.tools.hosting.host import UNKNOWN, ToolFacts
 from ludus.tools.remote_http import (

@@ -25,7 +25,6 @@ from ludus.core.failures import Boundary, ConfigError, InfraError
 from ludus.core.messages import Json, ToolResult
 from ludus.core.strict_json import decode
 from ludus.remote.client import ConnectionFailed, HttpClient, ResponseLost, backoff
-from ludus.remote.supervisor import OutcomeUnknown
 from ludus.tools.wire import (
     DEADLINE_HEADER,
     INSTANCE_HEADER,
@@ -33,6 +32,7 @@ from ludus.tools.wire import (
     STREAM_TYPE,
     ErrorBody,
     ErrorKind,
+    failure_from,
     result_from_json,
 )
 
@@ -48,6 +48,7 @@ _DEEPEST = 100
 _OUR_MISTAKE = frozenset(
     {ErrorKind.UNAUTHORIZED, ErrorKind.FORBIDDEN, ErrorKind.NOT_FOUND, ErrorKind.BAD_TASK}
 )
+_FAILURES = frozenset({ErrorKind.FAILED, ErrorKind.UNKNOWN_OUTCOME, ErrorKind.SESSION_LOST})
 _FIRST_PAUSE = 0.05
 _LONGEST_PAUSE = 5.0
 _FIRST_CONTACT_SECONDS = 10.0
@@ -346,12 +347,10 @@ def failure_of(error: ErrorBody, attempts: int, address: str) -> Exception:
         )
     if kind in _OUR_MISTAKE:
         return ConfigError(f"the tool server refused us: {message}")
-    if kind is ErrorKind.UNKNOWN_OUTCOME:
-        return OutcomeUnknown(message, attempts=attempts)
-    if kind is ErrorKind.FAILED:
-        again, replay = error.retriable, error.replay
+    if kind in _FAILURES:
+        tried = error.attempts if kind is ErrorKind.FAILED else attempts
         boundary = error.boundary or Boundary.SERVER
-        return InfraError(boundary, message, attempts=error.attempts, retriable=again, replay=replay)
+        return failure_from(kind, message, boundary, tried, error.retriable, error.replay)
     again = kind in (ErrorKind.EXPIRED, ErrorKind.CANCELLED, ErrorKind.SLOW_CLIENT)
     message = f"the tool server answered {kind.value}: {message}"
     return InfraError(Boundary.SERVER, message, attempts=attempts, retriable=again)

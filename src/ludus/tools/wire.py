@@ -10,10 +10,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter
 from pydantic_core import to_jsonable_python
 
-from ludus.core.failures import Boundary
+from ludus.core.failures import Boundary, ConfigError, InfraError
 from ludus.core.messages import Json, Media, Message, ToolResult, ToolSpec
 from ludus.core.strict_json import check_json, decode
 from ludus.core.task import Task
+from ludus.remote.lost_episodes import EpisodeLost, OutcomeUnknown
 from ludus.tools.calling import text_of
 
 # The HTTP API: headers, kinds of errors, and bodies. The server validates what it reads by these models and
@@ -347,3 +348,45 @@ def _plain(value: Any) -> Any:
         return to_jsonable_python(value, fallback=text_of)
     except Exception:  # noqa: BLE001 - user classes and cycles: what is left is its text
         return text_of(value)
+
+
+# Failures
+
+
+def error_kind(error: InfraError) -> ErrorKind:
+    """Kind of a failure, as it is sent to another process."""
+    if isinstance(error, EpisodeLost):
+        return ErrorKind.SESSION_LOST
+    return ErrorKind.UNKNOWN_OUTCOME if isinstance(error, OutcomeUnknown) else ErrorKind.FAILED
+
+
+def failure_fields(error: InfraError) -> Json:
+    """Further fields of a failure that are sent, see `ErrorBody`."""
+    fields: Json = {"boundary": error.boundary.value, "attempts": error.attempts}
+    return {**fields, "retriable": error.retriable, "replay": error.replay}
+
+
+def failure_from(
+    kind: str, message: str, boundary: str, attempts: int, retriable: bool, replay: bool
+) -> InfraError:
+    """The failure that another process sent by its kind (`error_kind`) and fields (`failure_fields`)."""
+    if kind == ErrorKind.SESSION_LOST:
+        return EpisodeLost(message, attempts=attempts)
+    if kind == ErrorKind.UNKNOWN_OUTCOME:
+        return OutcomeUnknown(message, attempts=attempts)
+    at = Boundary(boundary)
+    return InfraError(at, message, attempts=attempts, retriable=retriable, replay=replay)
+
+
+def error_to_json(error: Exception) -> Json:
+    """An error of a worker by its kind, so that its host can raise it again."""
+    if isinstance(error, ConfigError):
+        return {"kind": "config", "message": str(error)}
+    if not isinstance(error, InfraError):
+        error = InfraError(Boundary.TOOL, f"{type(error).__name__}: {error}", retriable=False)
+    return {"kind": error_kind(error).value, "message": str(error), **failure_fields(error)}
+
+
+def error_from_json(raw: Json) -> Exception:
+    """The error that `error_to_json` wrote."""
+    return ConfigError(raw["message"]) if raw["kind"] == "config" else failure_from(**raw)

@@ -3,7 +3,8 @@
 `ToolHost` is the interface that the tool server uses; `PooledHost` is for anything that has workers.
 """
 
-from ludus.remote.supervisor import EpisodeLost, OutcomeUnknown, WorkerDied
+from ludus.remote.lost_episodes import EpisodeLost, OutcomeUnknown
+from ludus.remote.supervisor import WorkerDied
 from ludus.tools.hosting.host import (
     HostHealth,
     LocalHost,

@@ -9,16 +9,15 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 from pydantic import Field, TypeAdapter
 
 from ludus.core.config import Config
-from ludus.core.failures import Boundary, ConfigError, InfraError
+from ludus.core.failures import ConfigError
 from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult, ToolSet, ToolSpec
 from ludus.core.registry import load_reference
 from ludus.core.task import Task
 from ludus.remote.channel import PING, Frame
-from ludus.remote.supervisor import EpisodeLost, OutcomeUnknown
 from ludus.sandbox import SandboxConfig
 from ludus.tools.tool import LocalTools, Tool
 from ludus.tools.toolset import CombinedTools, shut
-from ludus.tools.wire import ErrorKind, result_to_json, spec_to_json, task_from_json
+from ludus.tools.wire import error_from_json, error_to_json, result_to_json, spec_to_json, task_from_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,40 +143,6 @@ async def ask_tools(tools: ToolSet, what: str, context: ToolContext | None, body
     if context is None or what == "opened":
         return {"envs": []} if what == "envs" else {}
     raise ConfigError("this server has tools only, and no environments")
-
-
-def error_kind(error: InfraError) -> ErrorKind:
-    """Kind of a failure, as it is sent to another process."""
-    if isinstance(error, EpisodeLost):
-        return ErrorKind.SESSION_LOST
-    return ErrorKind.UNKNOWN_OUTCOME if isinstance(error, OutcomeUnknown) else ErrorKind.FAILED
-
-
-def failure_fields(error: InfraError) -> Json:
-    """Further fields of a failure that are sent, see `ErrorBody`."""
-    fields: Json = {"boundary": error.boundary.value, "attempts": error.attempts}
-    return {**fields, "retriable": error.retriable, "replay": error.replay}
-
-
-def error_to_json(error: Exception) -> Json:
-    """An error of a worker by its kind, so that its host can raise it again."""
-    if isinstance(error, ConfigError):
-        return {"kind": "config", "message": str(error)}
-    if not isinstance(error, InfraError):
-        error = InfraError(Boundary.TOOL, f"{type(error).__name__}: {error}", retriable=False)
-    return {"kind": error_kind(error).value, "message": str(error), **failure_fields(error)}
-
-
-def error_from_json(raw: Json) -> Exception:
-    kind, message = raw["kind"], raw["message"]
-    if kind == "config":
-        return ConfigError(message)
-    if kind == ErrorKind.SESSION_LOST:
-        return EpisodeLost(message, attempts=raw["attempts"])
-    if kind == ErrorKind.UNKNOWN_OUTCOME:
-        return OutcomeUnknown(message, attempts=raw["attempts"])
-    how = {name: raw[name] for name in ("attempts", "retriable", "replay")}
-    return InfraError(Boundary(raw["boundary"]), message, **how)
 
 
 class LocalHost:

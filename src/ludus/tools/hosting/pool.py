@@ -4,7 +4,7 @@ Who waits for whom. An episode is placed on the worker with the fewest episodes 
 its own reply; there is no queue here, the server's admission bounds what enters. A supervisor replaces workers
 that end. Calls that need a worker while none is alive wait `_WORKER_WAIT_SECONDS` for one at most.
 
-The end of a worker means for its episodes what `remote/supervisor.py` decides: one with state is lost, any
+The end of a worker means for its episodes what `remote/lost_episodes.py` decides: one with state is lost, any
 other is opened again elsewhere, and the call that was running is repeated where its tool allows that.
 """
 
@@ -20,16 +20,8 @@ from typing import Protocol
 from ludus.core.failures import Boundary, ConfigError, Fault, InfraError
 from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult, ToolSpec
 from ludus.remote.channel import ServiceProcess
-from ludus.remote.supervisor import (
-    EpisodeLost,
-    EpisodeState,
-    Member,
-    NoWorker,
-    Supervisor,
-    Worker,
-    WorkerDied,
-    check_repeatable,
-)
+from ludus.remote.lost_episodes import EpisodeLost, EpisodeState, check_repeatable
+from ludus.remote.supervisor import Member, NoWorker, Supervisor, Worker, WorkerDied
 from ludus.remote.threads import WorkerError
 from ludus.tools.hosting.host import (
     FACTS,

@@ -32,7 +32,8 @@ from mcp_types import INVALID_PARAMS
 
 from ludus.core.failures import ConfigError, Fault, InfraError
 from ludus.core.messages import Json, Media, ToolCall, ToolContext, ToolResult, ToolSpec
-from ludus.remote.supervisor import EpisodeState, Restarts
+from ludus.remote.lost_episodes import EpisodeState
+from ludus.remote.supervisor import Restarts
 from ludus.tools.calling import OutputLimits, clean, text_of
 from ludus.tools.json_schema import argument_problems
 from ludus.tools.mcp import MCPServerConfig
