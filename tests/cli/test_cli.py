@@ -145,18 +145,63 @@ def test_an_environment_in_a_file_is_what_the_tasks_call_it(tmp_path: Path) -> N
     assert "grid.py:Grid: ok" in ludus(*check, str(two), "--name", "board")
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_ctrl_c_saves_and_says_how_to_go_on(project: Path, staleness: int) -> None:
+@pytest.mark.parametrize(
+    ("staleness", "number"), [(0, signal.SIGINT), (1, signal.SIGINT), (0, signal.SIGHUP)]
+)
+def test_ctrl_c_and_a_hangup_save_and_say_how_to_go_on(
+    project: Path, staleness: int, number: signal.Signals
+) -> None:
     settings = ["rl.steps=100000", "run.folder=stopped", f"rl.staleness={staleness}"]
     process = Started(COMMAND, "train", "recipe.toml", *settings)
     run = RunFolder(project / "stopped")
     wait_for_checkpoint(process, run, step=1)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, errors = process.communicate()
     assert process.returncode == 130
     assert "ludus train --resume" in errors and "Traceback" not in errors
     latest = run.latest_checkpoint()
     assert latest is not None and latest.step == max(row["step"] for row in run.metrics())
+
+
+NOHUP = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + COMMAND
+
+
+def test_under_nohup_a_hangup_ends_nothing(project: Path) -> None:
+    process = Started(NOHUP, "train", "recipe.toml", "rl.steps=6", "run.folder=kept")
+    run = RunFolder(project / "kept")
+    wait_for_checkpoint(process, run, step=1)
+    process.send_signal(signal.SIGHUP)
+    process.communicate()
+    assert process.returncode == 0 and run.report_path.exists()
+
+
+HUNG_UP = """
+import os, pty, sys
+ours, theirs = pty.openpty()
+if os.fork():
+    os.close(theirs)
+    while not os.path.exists("closed/trajectories/step-000002.parquet"):
+        os.read(ours, 65536)  # what a terminal does, until it is closed
+    os.close(ours)
+    os._exit(os.waitstatus_to_exitcode(os.wait()[1]))
+os.close(ours)
+os.setsid()
+for number in (0, 1, 2):
+    os.dup2(theirs, number)
+import fcntl, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+from ludus.cli.main import run
+run()
+"""
+
+
+def test_a_terminal_that_is_closed_loses_nothing(project: Path) -> None:
+    """The kernel sends SIGHUP, and all that is written to the terminal fails from then on."""
+    process = Started(HUNG_UP, "train", "recipe.toml", "rl.steps=100000", "run.folder=closed")
+    run = RunFolder(project / "closed")
+    process.communicate()
+    latest = run.latest_checkpoint()
+    assert latest is not None and latest.step == max(row["step"] for row in run.metrics()) > 0
 
 
 INTERRUPTED = """

@@ -81,9 +81,12 @@ T = TypeVar("T")
 
 
 async def until_told(work: Coroutine[Any, Any, T]) -> T:
-    """Run `work`; SIGTERM stops it as Ctrl-C does, so that `kill` and schedulers lose nothing."""
+    """Run `work`; SIGTERM and SIGHUP stop it as Ctrl-C does: `kill`, schedulers and a closed terminal lose
+    nothing. Under nohup, which ignores SIGHUP, it goes on."""
     task = asyncio.ensure_future(work)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     return await task
 
 

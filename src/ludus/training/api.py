@@ -27,7 +27,12 @@ from ludus.observe import SINKS, AuditLog, RunFolder, RunWriter, setup_logging
 from ludus.remote.threads import frozen_gc, run_coroutine
 from ludus.rollouts.agent import Agent, Expert
 from ludus.tools.calling import forget_errors
-from ludus.training.checkpoint import checkpoint_to_resume, replayed_recipe, resumed_recipe
+from ludus.training.checkpoint import (
+    checkpoint_to_resume,
+    going_on_text,
+    replayed_recipe,
+    resumed_recipe,
+)
 from ludus.training.config.parts import (
     Parts,
     check_rebuilt,
@@ -309,7 +314,8 @@ async def train_async(
         how = again.format(path=str(writer.path))
         with show_progress(writer, show, how, rate_notes(recipe)) as display:
             watchers = [one for one in (display, on_step) if one is not None]
-            return await _train_on(writer, counted, parts, run is not None, watchers)
+            say = display.say if display is not None else log.debug
+            return await _train_on(writer, counted, parts, run is not None, watchers, say)
     except (OSError, UnsavedError) as error:
         if isinstance(error, OSError) and error.errno not in _NO_ROOM:
             raise
@@ -340,12 +346,17 @@ def _closed_on_error(run: RunWriter | None) -> Iterator[None]:
 
 
 async def _train_on(
-    writer: RunWriter, recipe: Recipe, parts: Parts, is_resumed: bool, watchers: Sequence[OnStep]
+    writer: RunWriter,
+    recipe: Recipe,
+    parts: Parts,
+    is_resumed: bool,
+    watchers: Sequence[OnStep],
+    say: Callable[[str], None],
 ) -> Result:
     """Train; after the death of a trainer rank, go on from the last checkpoint as often as the recipe says."""
     for left in reversed(range(recipe.cluster.restarts + 1)):
         try:
-            return await _train_in(writer, recipe, parts, is_resumed, watchers)
+            return await _train_in(writer, recipe, parts, is_resumed, watchers, say)
         except RankError as error:
             if not left:
                 raise
@@ -355,11 +366,20 @@ async def _train_on(
 
 
 async def _train_in(
-    writer: RunWriter, recipe: Recipe, parts: Parts, is_resumed: bool, watchers: Sequence[OnStep]
+    writer: RunWriter,
+    recipe: Recipe,
+    parts: Parts,
+    is_resumed: bool,
+    watchers: Sequence[OnStep],
+    say: Callable[[str], None],
 ) -> Result:
     with writer, setup_logging(writer), _audited(writer, recipe, parts) as parts:
         checkpoint = checkpoint_to_resume(writer, recipe) if is_resumed else None
         start = checkpoint.path if checkpoint else None
+        if is_resumed:
+            text = going_on_text(writer, recipe, checkpoint)
+            log.info("%s", text)
+            say(text)
         async with await build_run_context(
             recipe, parts, start, run=writer.path.name, folder=writer.path
         ) as context:

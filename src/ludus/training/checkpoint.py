@@ -21,12 +21,13 @@ from ludus.core.config import apply_overrides
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Json
 from ludus.model import images_of
-from ludus.observe import Checkpoint, JsonLinesSink, RunFolder, RunWriter
+from ludus.observe import Checkpoint, JsonLinesSink, RunFolder, RunWriter, read_notes
 from ludus.rewards import Scorer
 from ludus.training.config.parts import KEYS
 from ludus.training.config.recipe import Recipe, with_absolute_paths
 from ludus.training.config.stages import SFTConfig
 from ludus.training.early_end import EXTENDED
+from ludus.training.ledger import GroupState
 from ludus.training.models.sharded import save_policy
 from ludus.training.optim.shard_files import UnsavedError
 
@@ -129,6 +130,30 @@ def checkpoint_to_resume(run: RunWriter, recipe: Recipe) -> Checkpoint | None:
             "there is nothing to go on from: put the folder back, or begin a new run"
         )
     return checkpoint
+
+
+def going_on_text(run: RunWriter, recipe: Recipe, checkpoint: Checkpoint | None) -> str:
+    """From where a run goes on, and what is played again; asked before what came later is dropped."""
+    at, total = checkpoint.step if checkpoint else 0, recipe.stage_spans[-1][2]
+    where = f"after step {at} of {total}, from {checkpoint.path}" if checkpoint else "from the beginning"
+    last = max((row["step"] for row in run.metrics()), default=0)
+    files = [one for one in run.trajectory_files() if one.step > at and one.split == "train"]
+    in_flight, kept = _groups_under_way(checkpoint)
+    groups = in_flight or sum(len(read_notes(one.path)) for one in files)
+    again = [f"step {last}" if last == at + 1 else f"steps {at + 1} to {last}"] if last > at else []
+    again += [f"{groups} groups"] if groups else []
+    text = f"going on {where}; played again: {', '.join(again) or 'nothing that was recorded'}"
+    return f"{text}; kept for later steps: {kept} finished groups" if kept else text
+
+
+def _groups_under_way(checkpoint: Checkpoint | None) -> tuple[int, int]:
+    """The groups that were in flight at a checkpoint, and those that were finished and not trained."""
+    if checkpoint is None or not (checkpoint.path / STAGE).is_file():
+        return 0, 0
+    rollouts = load_state(checkpoint.path).get("rollouts") or {"ledger": {"entries": []}}
+    states = [one["state"] for one in rollouts["ledger"]["entries"]]
+    in_flight = states.count(GroupState.TO_PLAY)
+    return in_flight, len(states) - in_flight
 
 
 def resumed_recipe(run: RunWriter, overrides: Sequence[str] = ()) -> Recipe:

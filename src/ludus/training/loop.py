@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
@@ -50,7 +52,13 @@ OnStep = Callable[[str, int, int, dict[str, float]], None]
 class Trainer:
     """Runs the stages of a recipe in a run context, and writes them into a run folder."""
 
-    def __init__(self, context: RunContext, run: RunWriter, watchers: Sequence[OnStep] = ()) -> None:
+    def __init__(
+        self,
+        context: RunContext,
+        run: RunWriter,
+        watchers: Sequence[OnStep] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.context = context
         self.recipe = context.recipe
         self.run = run
@@ -58,6 +66,8 @@ class Trainer:
         self.evaluations: dict[str, Evaluation] = {}
         self._watchers = watchers
         self._saved: int | None = None
+        self._clock = clock
+        self._saved_at = clock()
         self._stage: Stage[Any] | None = None
         self._rewards = ""
         """State of the rewards after the last completed step."""
@@ -115,7 +125,7 @@ class Trainer:
             log.warning("step %d was cut off in its midst and is not saved", self.progress.step + 1)
             return
         save_checkpoint(self.run, self.progress, self.context, stage, self._rewards)
-        self._saved = self.progress.step
+        self._saved, self._saved_at = self.progress.step, self._clock()
         self._prune()
 
     def _prune(self) -> None:
@@ -180,11 +190,17 @@ class Trainer:
         self._rewards = self.context.rewards_state()
         self._write_down(stage, result)
         done = self.progress.done
-        if done % self.recipe.run.checkpoint_every == 0 and done < stage.steps:
+        if self._is_due(done) and done < stage.steps:
             self.save()
         await stage.sync_engine()
         await asyncio.sleep(0)  # where Ctrl-C is heard
         await self._evaluate_between(stage)
+
+    def _is_due(self, done: int) -> bool:
+        """Whether a checkpoint is due after so many steps of the stage."""
+        config = self.recipe.run
+        minutes = math.inf if config.checkpoint_minutes is None else config.checkpoint_minutes
+        return done % config.checkpoint_every == 0 or self._clock() - self._saved_at >= 60 * minutes
 
     def _write_down(self, stage: Stage[Any], result: StepResult) -> None:
         every = self.recipe.run.trajectories_every

@@ -322,6 +322,8 @@ class RunConfig(Config):
     """The run's folder; runs/NAME-COUNTER when left out."""
     checkpoint_every: int = Field(default=50, ge=1)
     """Steps between checkpoints; there is always one after a stage, at the end and on Ctrl-C."""
+    checkpoint_minutes: float | None = Field(default=10.0, gt=0)
+    """Minutes after which there is one, too, as soon as a step ends; none: by steps alone."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """How many of the newest checkpoints stay; the best, and the last of every stage that learns, stay too."""
     trajectories_every: int = Field(default=1, ge=0)

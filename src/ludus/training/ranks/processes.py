@@ -54,12 +54,13 @@ from ludus.training.ranks.wire import (
     torchrun_interface,
 )
 
-# SIGTERM and Ctrl-C while rank 0 waits for other ranks. Python runs handlers of signals between instructions of
-# the main thread, and a collective is one instruction. So a thread gets the signals as well, and passes them on
-# to the event loop. After a signal the ranks have a while for each of their collectives, so that an update is
-# saved. One that lasts longer is given up: the other ranks are killed, and where that does not help, this one.
+# SIGTERM, SIGHUP and Ctrl-C while rank 0 waits for other ranks. Python runs handlers of signals between
+# instructions of the main thread, and a collective is one instruction. So a thread gets the signals as well,
+# and passes them on to the event loop. After a signal the ranks have a while for each of their collectives, so
+# that an update is saved. One that lasts longer is given up: the other ranks are killed, and where that does
+# not help, this one.
 
-_STOPS = frozenset({signal.SIGINT, signal.SIGTERM})
+_STOPS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 _POLL_SECONDS, _GIVE_UP_SECONDS = 0.5, 10.0
 
 

@@ -303,7 +303,11 @@ class StageTrainer(Generic[C]):
 
 def serve_rank(program: type[Program] = Program) -> None:
     """Do the program's steps until rank 0 says to stop, and end. The environment tells the rank."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's to hear, which saves first
+    for number in (
+        signal.SIGINT,
+        signal.SIGHUP,
+    ):  # a terminal's signals are rank 0's to hear, which saves first
+        signal.signal(number, signal.SIG_IGN)
     is_watched = bool(os.environ.get(WATCHED))
     if not is_watched:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun also sends it to all
