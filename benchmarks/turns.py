@@ -30,7 +30,7 @@ from typing import Any
 
 from ludus.chat import HFTokenizer, Renderer, load_format, load_tokenizer
 from ludus.core import Completion, FinishReason, Sampling, Task, Trajectory
-from ludus.core.registry import load_reference
+from ludus.core.registry import import_object
 from ludus.envs import EnvPool
 from ludus.remote.threads import frozen_gc
 from ludus.rewards import Scorer
@@ -43,7 +43,7 @@ WORK, REST = 0.0008, 0.0004
 
 
 def example(name: str) -> Any:
-    return load_reference(f"{EXAMPLE}:{name}")
+    return import_object(f"{EXAMPLE}:{name}")
 
 
 @dataclass

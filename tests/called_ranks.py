@@ -1,6 +1,6 @@
-"""Ranks that tests call functions on: the training program with one step more, `call`.
+"""Ranks that tests call functions on: the steps of trainer ranks with one more, `call`.
 
-What the program's own steps do is shown by whole runs; here a test has a model and a learner in its hands on
+What their own steps do is shown by whole runs; here a test has a model and a learner in its hands on
 every rank. What `make` and `shard` have made is named by number in later calls, so each rank uses its own.
 """
 
@@ -24,13 +24,13 @@ from ludus.training.config.run import ClusterConfig
 from ludus.training.models.sharded import layers_of
 from ludus.training.optim.sharding import RankGroup, ShardedModel, current_group, shard
 from ludus.training.ranks.processes import start_ranks
-from ludus.training.ranks.program import Program, Ranks
+from ludus.training.ranks.steps import Ranks, RankSteps
 
 
-class CallProgram(Program):
+class CallSteps(RankSteps):
     """Any function on all ranks."""
 
-    steps = Program.steps | {"call"}
+    allowed = RankSteps.allowed | {"call"}
 
     def __init__(self, group: RankGroup = RankGroup()) -> None:  # noqa: B008 - it holds nothing
         super().__init__(group)
@@ -117,11 +117,11 @@ class CalledRanks:
     def _call(self, number: int | None, function: Any, args: Any, kwargs: Any) -> Any:
         if self.size == 1:
             return function(*args, **kwargs)
-        program = self.ranks.program
-        assert isinstance(program, CallProgram)
-        program.given = (function, args, kwargs)
+        steps = self.ranks.rank0
+        assert isinstance(steps, CallSteps)
+        steps.given = (function, args, kwargs)
         file = io.BytesIO()
-        _Pickler(file, program.objects).dump(program.given)
+        _Pickler(file, steps.objects).dump(steps.given)
         return self.ranks.perform("call", file.getvalue(), number)
 
     def close(self) -> None:
@@ -156,5 +156,5 @@ ALONE = CalledRanks(Ranks())
 
 def called_ranks(**cluster: Any) -> CalledRanks:
     config = ClusterConfig.parse({"trainer_ranks": 2, "timeout": 60, **cluster})
-    started = start_ranks(config, torch.device("cpu"), threads=1, program=CallProgram)
+    started = start_ranks(config, torch.device("cpu"), threads=1, steps=CallSteps)
     return CalledRanks(started)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from ludus.cli.main import app
 from ludus.core import ConfigError
 from ludus.core.config import read_toml
-from ludus.core.registry import load_reference
+from ludus.core.registry import import_object
 from ludus.core.user_files import decode_user_text, file_problem, json_lines, read_user_text
 from ludus.rewards.check import read_labels
 from ludus.rewards.judges.rubric import load_rubric
@@ -135,7 +135,7 @@ def test_code_that_cannot_be_imported(tmp_path: Path, code: str, told: str) -> N
     file = tmp_path / "mine.py"
     file.write_text(code)
     with pytest.raises(ConfigError, match=told) as caught:
-        load_reference(f"{file}:r")
+        import_object(f"{file}:r")
     assert "mine.py" in str(caught.value) and "frozen" not in str(caught.value)
 
 

@@ -266,7 +266,7 @@ def test_processes_die_with_a_parent_that_is_killed(tmp_path: Path):
     asyncio.run(until(lambda: not any(is_running(pid) for pid in pids)))
 
 
-@pytest.mark.parametrize("work", ["work", "load_reference(f'{__file__}:work')"])
+@pytest.mark.parametrize("work", ["work", "import_object(f'{__file__}:work')"])
 def test_a_main_script_without_its_guard_is_told_so(tmp_path: Path, work: str):
     """Whether the worker runs it again as the main script, or as the file that a function was named by."""
     script = tmp_path / "main.py"
@@ -275,7 +275,7 @@ def test_a_main_script_without_its_guard_is_told_so(tmp_path: Path, work: str):
             f"""
             import asyncio
             from ludus.remote.processes import ProcessExecutor
-            from ludus.core.registry import load_reference
+            from ludus.core.registry import import_object
 
             def work():
                 return 1

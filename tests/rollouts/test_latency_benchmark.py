@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ludus.core.registry import load_reference
+from ludus.core.registry import import_object
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "latency.py"
 
 
 def part(name: str):  # type: ignore[no-untyped-def]
-    return load_reference(f"{BENCHMARK}:{name}")
+    return import_object(f"{BENCHMARK}:{name}")
 
 
 async def test_both_loops_run_on_the_same_draws() -> None:

@@ -26,7 +26,7 @@ from ludus.core import (
     ToolResult,
     Trajectory,
 )
-from ludus.core.registry import load_reference
+from ludus.core.registry import import_object
 from ludus.envs import EnvPool
 from ludus.rollouts import Agent, Demonstrator, Episode
 from ludus.tools import tool
@@ -37,7 +37,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "agents.py"
 
 
 def example(name: str) -> Any:
-    return load_reference(f"{EXAMPLES}:{name}")
+    return import_object(f"{EXAMPLES}:{name}")
 
 
 @tool

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ludus.core.registry import load_reference
+from ludus.core.registry import import_object
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "turns.py"
 
 
 def part(name: str):  # type: ignore[no-untyped-def]
-    return load_reference(f"{BENCHMARK}:{name}")
+    return import_object(f"{BENCHMARK}:{name}")
 
 
 def test_both_loops_play_the_same_turns() -> None:

@@ -412,7 +412,7 @@ def test_process_is_refused_where_it_cannot_work():
 
 
 async def test_a_tool_of_a_file_without_import_path_runs_in_a_process(tmp_path: Path):
-    from ludus.core.registry import load_reference
+    from ludus.core.registry import import_object
 
     file = tmp_path / "my tools.py"
     file.write_text(
@@ -421,7 +421,7 @@ async def test_a_tool_of_a_file_without_import_path_runs_in_a_process(tmp_path: 
         "@dataclass\nclass N:\n    n: int\n"
         "@tool(process=True)\ndef double(n: N) -> int:\n    return 2 * n.n\n"
     )
-    double = load_reference(f"{file}:double")
+    double = import_object(f"{file}:double")
     assert (await call(double, n={"n": "21"})).content == "42"
     assert "double" not in sys.modules
 

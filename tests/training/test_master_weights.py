@@ -244,9 +244,9 @@ def test_a_parameter_without_a_gradient_stays_as_it_is(at_once: bool) -> None:
     one, other = (torch.nn.Parameter(torch.ones(2, 2)) for _ in range(2))
     optimizer = MasterAdamW([one, other], OptimizerConfig(learning_rate=0.1))
     optimizer._has_kernel = at_once
-    optimizer.update([(one, torch.ones(2, 2)), (other, torch.ones(2, 2))])
+    optimizer.apply_gradients([(one, torch.ones(2, 2)), (other, torch.ones(2, 2))])
     before = other.detach().clone()
-    norm = optimizer.update([(one, torch.full((2, 2), 3.0))])
+    norm = optimizer.apply_gradients([(one, torch.full((2, 2), 3.0))])
     assert float(norm) == pytest.approx(6.0)
     assert torch.equal(other.detach(), before)
     assert not torch.equal(one.detach(), before)

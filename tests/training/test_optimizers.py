@@ -60,7 +60,7 @@ def test_muon_moves_a_matrix_as_the_papers_say(shape: tuple[int, int]) -> None:
     optimizer = optimizer_for(nn.ModuleList([linear]), config, ALONE)
     for _ in range(4):
         gradient = torch.randn(shape)
-        optimizer.update([(weight, gradient)])
+        optimizer.apply_gradients([(weight, gradient)])
         reference.step(gradient.double().numpy())
     moved, wanted = weight.detach().double().numpy() - start, reference.weight - start
     # torch iterates in bfloat16

@@ -16,7 +16,7 @@ from ludus.engine.replicas.weights import load_into, load_model
 from ludus.model import use_ludus_attention
 from ludus.training.models.loading import load_weights
 from ludus.training.placement import PolicyWeights
-from ludus.training.ranks.program import Ranks
+from ludus.training.ranks.steps import Ranks
 
 TOKENS = list(range(3, 40))
 

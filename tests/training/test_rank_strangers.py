@@ -21,20 +21,20 @@ from stranger import HELLO, Payload
 from test_ranks import pids
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
-from called_ranks import CalledRanks, CallProgram, called_ranks
+from called_ranks import CalledRanks, CallSteps, called_ranks
 from ludus.core import ConfigError, LudusError
 from ludus.training.config.run import ClusterConfig
-from ludus.training.ranks import program as served_rank
+from ludus.training.ranks import steps as served_rank
 from ludus.training.ranks import wire as rank_store
 from ludus.training.ranks.processes import RankError, RankProcess, start_ranks
-from ludus.training.ranks.program import spawn_rank
+from ludus.training.ranks.steps import spawn_rank
 from ludus.training.ranks.wire import KEY, STORE, SignedStore, StrangerError, join_store
 from warm_python import WarmProcess, warm
 
 pytestmark = pytest.mark.timeout(200)
 HERE = Path(__file__).parent
-SERVE = "from ludus.training.ranks.program import serve_rank; serve_rank()"
-WARM = ("ludus.cli.options", "ludus.training.ranks.program", "ludus.training.ranks.processes")
+SERVE = "from ludus.training.ranks.steps import serve_rank; serve_rank()"
+WARM = ("ludus.cli.options", "ludus.training.ranks.steps", "ludus.training.ranks.processes")
 
 
 class Program(WarmProcess):
@@ -189,16 +189,14 @@ class RealLauncher:
     interface = "lo"
 
     def launch(self, variables: Mapping[str, str]) -> RankProcess:
-        return spawn_rank(variables, CallProgram)
+        return spawn_rank(variables, CallSteps)
 
 
 def test_ranks_that_a_launcher_starts_meet_at_its_address_alone() -> None:
     before = set(listening(os.getpid()))
     cluster = ClusterConfig.parse({"trainer_ranks": 2, "timeout": 60})
     ranks = CalledRanks(
-        start_ranks(
-            cluster, torch.device("cpu"), threads=1, launcher=RealLauncher(), program=CallProgram
-        )
+        start_ranks(cluster, torch.device("cpu"), threads=1, launcher=RealLauncher(), steps=CallSteps)
     )
     try:
         found = {address for address, _ in set(listening(os.getpid())) - before}

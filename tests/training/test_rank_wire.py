@@ -34,17 +34,17 @@ from ludus.training import (
 from ludus.training.models.sharded import ModelSource
 from ludus.training.optim.policy_update import PolicyRows
 from ludus.training.ranks import wire
-from ludus.training.ranks.program import StagePlan
+from ludus.training.ranks.steps import StagePlan
 from ludus.training.ranks.wire import LOCAL, pack_step, unpack_step
 from ludus.training.stages.preference import PreferenceRows
 
 SENT = [PolicyRows, PreferenceRows, Batch]
-"""The rows of the program's steps."""
+"""The rows of the steps."""
 
 
 def sent(value: Any) -> Any:
-    step, (arrived,) = unpack_step(pack_step("update", (value,)))
-    assert step == "update"
+    step, (arrived,) = unpack_step(pack_step("train_step", (value,)))
+    assert step == "train_step"
     return arrived
 
 
@@ -204,7 +204,7 @@ def test_plain_values_and_tensors_arrive_as_they_were() -> None:
     theirs += 1  # its memory is its own, and can be written
     image = b"an image " * 1000
     spans = [MediaSpan("hash", at, at + 1, image) for at in range(20)]
-    assert len(pack_step("update", (spans,))) < 2 * len(image) + 20 * 400, "its bytes are sent once"
+    assert len(pack_step("train_step", (spans,))) < 2 * len(image) + 20 * 400, "its bytes are sent once"
     assert all(one.data == image for one in sent(spans))
 
 
@@ -239,12 +239,12 @@ def test_nothing_that_is_read_is_executed(tmp_path: Path) -> None:
     values: list[Any] = [
         {"rows": ["pathlib:Path", {"_raw_paths": [str(mark)]}]},
         {"rows": ["subprocess:Popen", {"args": ["touch", str(mark)]}]},
-        {"rows": ["ludus.core.registry:load_reference", {"reference": f"{tmp_path}/x.py:y"}]},
+        {"rows": ["ludus.core.registry:import_object", {"reference": f"{tmp_path}/x.py:y"}]},
         {"settings": ["os:system", f"touch {mark}"]},
         {"settings": ["subprocess:Popen", ["touch", str(mark)]]},
         {"unheard": "of"},
     ]
     for value in values:
         with pytest.raises((TypeError, ValueError)):
-            unpack_step(pack_frame({"step": "update", "arguments": [value]}))
+            unpack_step(pack_frame({"step": "train_step", "arguments": [value]}))
     assert not mark.exists()

@@ -762,7 +762,7 @@ def test_an_update_that_fails_in_its_midst_is_not_saved(
 ) -> None:
     """Of two updates the second raises: the weights are half a step ahead, and no checkpoint says otherwise."""
     raises_at = 4
-    original = MasterAdamW.update
+    original = MasterAdamW.apply_gradients
     taken = 0
 
     def failing(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -774,7 +774,7 @@ def test_an_update_that_fails_in_its_midst_is_not_saved(
 
     stages = {**RL, "steps": 3, "updates": 2}
     run(tmp_path / "whole", stages)
-    monkeypatch.setattr(MasterAdamW, "update", failing)
+    monkeypatch.setattr(MasterAdamW, "apply_gradients", failing)
     with pytest.raises(LudusError, match="had enough"):
         run(tmp_path / "cut", stages, run={"checkpoint_every": 100})
     monkeypatch.undo()

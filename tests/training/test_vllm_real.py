@@ -36,7 +36,7 @@ from ludus.observe import RunFolder
 from ludus.training.config.parts import load_parts
 from ludus.training.config.recipe import load_recipe
 from ludus.training.placement import PolicyWeights
-from ludus.training.ranks.program import Ranks
+from ludus.training.ranks.steps import Ranks
 from ludus.training.run_context import load_policy
 
 PYTHON = os.environ.get("LUDUS_VLLM_PYTHON")

@@ -29,7 +29,7 @@ from ludus.engine.servers import VllmEngine, VllmOptions
 from ludus.observe import RunFolder
 from ludus.training import Parts, Recipe
 from ludus.training.placement import PolicyWeights, write_policy
-from ludus.training.ranks.program import Ranks
+from ludus.training.ranks.steps import Ranks
 from ludus.training.run_context import load_policy
 
 sys.path.append(str(Path(__file__).parent.parent / "engine"))

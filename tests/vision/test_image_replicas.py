@@ -41,7 +41,7 @@ from ludus.model import context_limit, images_of, use_ludus_attention, vocabular
 from ludus.training import load_model
 from ludus.training.config.run import ModelConfig
 from ludus.training.placement import PolicyWeights
-from ludus.training.ranks.program import Ranks
+from ludus.training.ranks.steps import Ranks
 
 ENGINE = EngineConfig(cache_tokens=2048, block_size=4)
 LIMITS = ReplicaLimits(seconds=60.0, backoff=0.0)

@@ -29,7 +29,7 @@ def run_training(
 ) -> None:
     """Train, show progress, write the report; `again` is the command that resumes an interrupted run."""
     if launched_rank()[0]:
-        from ludus.training.ranks.program import serve_rank
+        from ludus.training.ranks.steps import serve_rank
 
         serve_rank()  # one of several ranks that torchrun started: rank 0 has the run
         return

@@ -60,9 +60,9 @@ class Registry(Mapping[str, str]):
         """The object behind a short name or a reference (`module:attribute`, `file.py:attribute`)."""
         entries = self._entries
         if name in entries:
-            return load_reference(entries[name])
+            return import_object(entries[name])
         if ":" in name:
-            return load_reference(name)
+            return import_object(name)
         near = get_close_matches(name, entries, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         known = f"Known: {', '.join(sorted(entries))}"
@@ -83,7 +83,7 @@ def _registered(group: str, path: tuple[str, ...]) -> list[tuple[str, str]]:
     return [(point.name, point.value) for point in entry_points(group=group)]
 
 
-def load_reference(reference: str) -> Any:
+def import_object(reference: str) -> Any:
     """The object that `module:attribute` or `path/to/file.py:attribute` names."""
     where, _, attribute = reference.rpartition(":")
     if not where or not attribute:

@@ -40,7 +40,7 @@ from ludus.remote.channel import Frame
 from ludus.remote.processes import ScratchFolder
 from ludus.tools.hosting import ToolReference
 from ludus.tools.hosting.host import LOADER as TOOL_LOADER
-from ludus.training.ranks.program import spawn_rank
+from ludus.training.ranks.steps import spawn_rank
 
 _PING_SECONDS = 5.0
 

@@ -28,7 +28,7 @@ from urllib.parse import parse_qsl
 
 from ludus.core.failures import ConfigError, MissingExtraError, install_command
 from ludus.core.messages import Json, ToolCall, ToolSet
-from ludus.core.registry import Registry, load_reference
+from ludus.core.registry import Registry, import_object
 from ludus.core.task import Task
 from ludus.envs.env import Env
 from ludus.tools.library import build_toolset
@@ -175,7 +175,7 @@ class _Worlds(Mapping[str, World]):
     registry = Registry("environment", group="ludus.worlds")
 
     def __getitem__(self, name: str) -> World:
-        found = load_reference(self.registry[name])
+        found = import_object(self.registry[name])
         if isinstance(found, World):
             return found if found.name == name else replace(found, name=name)
         summary = (inspect.getdoc(found) or "").partition("\n")[0]
@@ -255,7 +255,7 @@ def load_env(reference: str) -> Callable[[], Env]:
         return adapter.factory(what)
     if not what:
         raise _unknown(reference)
-    factory: Callable[[], Env] = load_reference(reference)
+    factory: Callable[[], Env] = import_object(reference)
     return factory
 
 

@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from ludus.core.failures import ConfigError, LudusError
 from ludus.core.messages import Json
-from ludus.core.registry import load_reference
+from ludus.core.registry import import_object
 from ludus.core.user_code import error_with_location
 from ludus.llm.remote import Address, ChatError, ModelServerClient, is_address, refusal
 from ludus.remote.client import BadResponse, RequestFailed, RetryPolicy
@@ -386,7 +386,7 @@ def load_embedder(name: str, *, device: str | None = None) -> TextEmbedder:
             f"the embedder {name!r} is none of: hashed, an address such as http://127.0.0.1:8000/v1#NAME, "
             "sentence:MODEL (a folder, a name on the hub, or minilm), 'module:object'"
         )
-    found = load_reference(name)
+    found = import_object(name)
     made = found() if isinstance(found, type) else found
     if not callable(getattr(made, "embed", None)):
         raise ConfigError(f"the embedder {name!r} has no method embed(texts)")

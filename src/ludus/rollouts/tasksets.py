@@ -11,7 +11,7 @@ from typing import Any
 from ludus.core.failures import ConfigError, LudusError, MissingExtraError
 from ludus.core.images import PARTS, ImageError, image_of_file, image_of_part, image_of_url
 from ludus.core.messages import Media, Message
-from ludus.core.registry import load_reference
+from ludus.core.registry import import_object
 from ludus.core.task import Task, numbered
 from ludus.core.user_code import error_with_location
 from ludus.core.user_files import file_problem, json_lines, read_user_json, read_user_text
@@ -76,7 +76,7 @@ def read_rows(source: str, columns: Columns | None = None) -> Iterator[tuple[str
     elif (tasks := adapted_tasks(source)) is not None:
         rows = _counted(source, tasks)
     elif ":" in source:
-        made = load_reference(source)
+        made = import_object(source)
         try:
             found = made() if callable(made) else made
         except LudusError:

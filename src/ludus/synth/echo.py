@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field
 from ludus.core.failures import ConfigError
 from ludus.core.generation import ChatModel, ChatOptions
 from ludus.core.random import key
-from ludus.core.registry import load_reference
+from ludus.core.registry import import_object
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory, is_success
 from ludus.synth.episodes import (
@@ -76,7 +76,7 @@ class HindsightRelabelling(SynthMethod[EchoConfig]):
             if one.trajectory.reward is not None and not is_success(one.trajectory, settings.threshold)
         ]
         model = await context.model(settings.model)
-        verifier = load_reference(settings.verifier) if settings.verifier else None
+        verifier = import_object(settings.verifier) if settings.verifier else None
 
         pieces = await context.each(
             "hindsight",

@@ -22,7 +22,7 @@ from ludus.core.failures import ConfigError, LudusError
 from ludus.core.generation import HOTTEST, ChatModel, ChatOptions
 from ludus.core.messages import Json, ToolSpec
 from ludus.core.random import key, shuffled
-from ludus.core.registry import load_reference
+from ludus.core.registry import import_object
 from ludus.core.task import Task
 from ludus.core.trajectory import Group, StopReason, Trajectory, is_success
 from ludus.llm import UnusableReply
@@ -201,7 +201,7 @@ class _Loop:
         elif settings.expand == "writer":
             new = await self._written(number, played)
         else:
-            function: Generator = load_reference(settings.expand)
+            function: Generator = import_object(settings.expand)
             prefix = f"round-{number}"
             new = from_function(function, this.wanted, settings.by, prefix, self.context.seed)
         kept = await self._checked(f"round-{number}", new)

@@ -20,7 +20,7 @@ from pydantic import BaseModel, Field, model_validator
 from ludus.core.generation import ChatModel, ChatOptions, Completion
 from ludus.core.messages import Json, Message, ToolCall
 from ludus.core.random import key
-from ludus.core.registry import load_reference
+from ludus.core.registry import import_object
 from ludus.core.trajectory import Trajectory, is_success
 from ludus.rollouts.rollout import Rollout
 from ludus.synth.episodes import (
@@ -94,7 +94,7 @@ class StepCalibration(SynthMethod[StecaConfig]):
         episodes = [
             one for one in await episodes_of(context, settings) if one.trajectory.reward is not None
         ]
-        rule = load_reference(settings.rule) if settings.rule else None
+        rule = import_object(settings.rule) if settings.rule else None
 
         pieces = await context.each(
             "calibration",

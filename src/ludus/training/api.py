@@ -59,7 +59,7 @@ from ludus.training.models.loading import check_source
 from ludus.training.optim.shard_files import UnsavedError
 from ludus.training.preflight import check_engines, check_parts, check_servers, with_step_counts
 from ludus.training.ranks.processes import RankError
-from ludus.training.ranks.program import serve_rank
+from ludus.training.ranks.steps import serve_rank
 from ludus.training.report import Report, show_progress, write_report
 from ludus.training.run_context import build_run_context
 

@@ -48,7 +48,7 @@ from ludus.training.config.run import launched_rank
 from ludus.training.models.loading import device_of
 from ludus.training.models.sharded import save_settings
 from ludus.training.ranks.processes import RankLauncher
-from ludus.training.ranks.program import Ranks
+from ludus.training.ranks.steps import Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +243,7 @@ async def start_engine(
     """
     remove_left_weights()
     cluster = recipe.cluster
-    model = ranks.program.policy if sampled is None else sampled
+    model = ranks.rank0.policy if sampled is None else sampled
     weight = unwrapped(model).get_input_embeddings().weight
     dtype, threads = str(weight.dtype).removeprefix("torch."), recipe.threads
     if placement is not None and cluster.engines:
@@ -333,7 +333,7 @@ class PolicyWeights:
 
     def __init__(self, ranks: Ranks, tokenizer: HFTokenizer) -> None:
         self._ranks, self._tokenizer = ranks, tokenizer
-        self.size = sum(p.numel() * p.element_size() for p in ranks.program.policy.parameters())
+        self.size = sum(p.numel() * p.element_size() for p in ranks.rank0.policy.parameters())
         self._others: dict[str, bytes] = {}
         """The folder's other files, which stay as they are."""
 
@@ -347,7 +347,7 @@ class PolicyWeights:
             (folder / name).write_bytes(data)
 
     def _write_others(self, folder: Path) -> None:
-        policy = self._ranks.program.policy
+        policy = self._ranks.rank0.policy
         save_settings(folder, policy)
         self._tokenizer.inner.save_pretrained(folder)
         if (images := images_of(policy)) is not None:

@@ -44,7 +44,7 @@ from ludus.training.models.scratch import fit_tokenizer
 from ludus.training.models.sharded import ModelSource, hollow_tokenizer, source_for_ranks
 from ludus.training.placement import Placement, host_parts, hosted_parts, place, start_engine
 from ludus.training.ranks.processes import start_ranks
-from ludus.training.ranks.program import Ranks
+from ludus.training.ranks.steps import Ranks
 from ludus.training.task_sets import build_task_sets, close_task_sets, demonstrate
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class RunContext:
     @property
     def policy(self) -> nn.Module:
         """The trained model; of several ranks, rank 0's part."""
-        return self.ranks.program.policy
+        return self.ranks.rank0.policy
 
     def save_policy(self, folder: Path) -> None:
         """Write the policy and its tokenizer in Hugging Face format; all ranks write their parts."""
@@ -266,7 +266,7 @@ async def _build_on(
     if ranks.size == 1:
         model, tokenizer = await load_policy(recipe, parts, checkpoint)
         use_ludus_attention(model)
-        ranks.program.policy = model
+        ranks.rank0.policy = model
     else:
         scratch = Path(tempfile.mkdtemp(prefix="ludus-")) if folder is None else folder / "ranks"
         config = policy_config(recipe, checkpoint)
@@ -277,7 +277,7 @@ async def _build_on(
         if samples:
             model, tokenizer = load_model(source.config, source.seed, base=source.base)
             use_ludus_attention(model)
-            ranks.program.sampled = model
+            ranks.rank0.sampled = model
     version = updates_until(load_progress(checkpoint), recipe) if checkpoint is not None else 0
     if recording is None:
         engine: Engine = await start_engine(recipe, ranks, model, tokenizer, version, placement)

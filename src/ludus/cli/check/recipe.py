@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ludus.cli.check.prompts import prompt_findings
 from ludus.core.failures import ConfigError, Failure, Fault, LudusError, MissingExtraError
 from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSet
-from ludus.core.registry import load_reference
+from ludus.core.registry import import_object
 from ludus.core.task import Task, spread
 from ludus.core.trajectory import is_success
 from ludus.envs import WORLDS, PoolConfig, RemoteEnvs, World, load_env
@@ -387,7 +387,7 @@ def env_findings(
     if world is not None:
         settings |= {"expert": world.expert, "rewards": world.rewards, "max_turns": world.max_turns}
     if expert is not None:
-        settings["expert"] = load_reference(expert)
+        settings["expert"] = import_object(expert)
     if rewards:
         settings["rewards"] = [build_reward(one) for one in rewards]
     if world is not None and world.tools:

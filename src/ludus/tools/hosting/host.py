@@ -11,7 +11,7 @@ from pydantic import Field, TypeAdapter
 from ludus.core.config import Config
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult, ToolSet, ToolSpec
-from ludus.core.registry import load_reference
+from ludus.core.registry import import_object
 from ludus.core.task import Task
 from ludus.remote.channel import PING, Frame
 from ludus.sandbox import SandboxConfig
@@ -260,7 +260,7 @@ class HostedTools:
     async def _load(self, references: list[str | Json], loader: str) -> Json:
         """Build the tools; gives their facts."""
         try:
-            self._tools = load_reference(loader)(references)
+            self._tools = import_object(loader)(references)
             return {"tools": FACTS.dump_python(await facts_of(self._tools))}
         except ConfigError:
             raise

@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from ludus.core.config import cache_folder
 from ludus.core.failures import ConfigError, MissingExtraError, ToolFault
-from ludus.core.registry import load_reference
+from ludus.core.registry import import_object
 from ludus.core.user_files import decode_user_text, file_problem, parse_user_json
 from ludus.llm.embeddings import TextEmbedder, load_embedder, model_folder
 from ludus.llm.remote import is_address
@@ -68,7 +68,7 @@ def read_corpus(source: str) -> Iterator[Document]:
             raise ConfigError(
                 f"the corpus {source!r} is no .jsonl or .json file (.gz or not), nor 'module:function'"
             )
-        made = load_reference(source)
+        made = import_object(source)
         for number, row in enumerate(made() if callable(made) else made, start=1):
             yield as_document(row, f"{source}, row {number}")
         return

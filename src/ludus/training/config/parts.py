@@ -12,7 +12,7 @@ from typing import Any
 
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Message
-from ludus.core.registry import Registry, load_reference
+from ludus.core.registry import Registry, import_object
 from ludus.core.task import Task
 from ludus.core.trajectory import Audit
 from ludus.envs import Env, env_name, load_env
@@ -233,7 +233,7 @@ def _agent(given: Any, recipe: Recipe) -> Agent:
     """An `Agent`, or a program that talks to a chat API."""
     if isinstance(given, str) and given.startswith(COMMAND):
         return _program(given.removeprefix(COMMAND).strip(), recipe)
-    found = load_reference(given) if isinstance(given, str) else given
+    found = import_object(given) if isinstance(given, str) else given
     if inspect.isroutine(found) and _takes_three(found):
         return _program(found, recipe)
     agent = found() if isinstance(found, type) else found
@@ -271,7 +271,7 @@ def read_demonstrations(source: str, columns: Columns) -> Expert | Sequence[Conv
         return read_conversations(source, columns)
     if Path(source).is_file():
         raise ConfigError(f"demonstrations are in a file {', '.join(FILES)}, not in {source!r}")
-    expert: Expert = load_reference(source)
+    expert: Expert = import_object(source)
     if not callable(expert):
         raise ConfigError(f"warm_start.demonstrations = {source!r} is not a function of a task")
     return expert

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ludus.core.failures import ConfigError, LudusError
 from ludus.model import sampling_mode, unwrapped
 from ludus.model.images import forget_features
+from ludus.training.config.rl import ReferenceSyncConfig
 from ludus.training.models.lora import adapter_parameters, read_weights, saved_name, splits_its_base
 from ludus.training.optim.logprobs import compute
 from ludus.training.optim.shard_files import read_shards, write_shards
@@ -133,6 +134,12 @@ def saved_adapter(model: nn.Module, folder: Path) -> dict[str, Tensor]:
         name: saved[saved_name(name)].to(parameter.device, parameter.dtype)
         for name, parameter in adapter_parameters(module_of(model))
     }
+
+
+def sync_if_due(reference: nn.Module, policy: nn.Module, sync: ReferenceSyncConfig, step: int) -> None:
+    """After every `sync.every` steps, counted from 0: let the reference follow the policy."""
+    if (step + 1) % sync.every == 0:
+        sync_reference(reference, policy, sync.mixup_alpha)
 
 
 @torch.no_grad()

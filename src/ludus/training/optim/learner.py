@@ -169,7 +169,7 @@ class Updater:
         share = lr_factor(at, self.total_steps, self.config)
         self.optimizer.set_rate(self.config.peak_rate * share)
         try:
-            return self.optimizer.update(self._gradients.in_order())
+            return self.optimizer.apply_gradients(self._gradients.in_order())
         except torch.OutOfMemoryError as error:
             raise LudusError(
                 "the optimizer's state does not fit into the device's memory beside the weights: train an "

@@ -73,7 +73,7 @@ class MasterAdamW(torch.optim.AdamW):
             group["lr"] = rate
 
     @torch.no_grad()
-    def update(self, gradients: Iterable[tuple[nn.Parameter, Tensor]]) -> Tensor:
+    def apply_gradients(self, gradients: Iterable[tuple[nn.Parameter, Tensor]]) -> Tensor:
         """One step against these gradients, clipped; their norm. Nothing happens if it is not finite."""
         pairs = list(gradients)
         norm = self._group.norm(total_norm([gradient for _, gradient in pairs]), self._device)
@@ -360,7 +360,7 @@ class OtherOptimizer:
             part.zero_grad(set_to_none=set_to_none)
 
     @torch.no_grad()
-    def update(self, gradients: Iterable[tuple[nn.Parameter, Tensor]]) -> Tensor:
+    def apply_gradients(self, gradients: Iterable[tuple[nn.Parameter, Tensor]]) -> Tensor:
         """One step against these gradients, clipped; their norm. Nothing happens if it is not finite."""
         pairs = list(gradients)
         norm = total_norm([gradient for _, gradient in pairs])

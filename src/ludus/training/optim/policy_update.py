@@ -324,7 +324,7 @@ def policy_update(
         entropies=TokenNotes(len(batch.trained_T)),
         compared_T=sampled_by(batch, version).to(learner.device),
     )
-    found = _update_policy(learner, batch, parts, objective, step)
+    found = _update_epochs(learner, batch, parts, objective, step)
     return metrics | found if TOKENS in found or critic is not None else {}
 
 
@@ -414,7 +414,7 @@ def _update_critic(
     return metrics | critic.learn(used, inputs.values_T, returns_T, parts, at)
 
 
-def _update_policy(
+def _update_epochs(
     learner: Learner,
     batch: Batch,
     parts: Sequence[Sequence[int]],
@@ -433,7 +433,7 @@ def _update_policy(
         # the first update is always taken: it starts where the samples come from
         limit = config.target_kl if any(map(_is_taken, measured)) else None
         at = None if before is None else before + place
-        measured.append(_update(learner, batch, part, objective, limit, at))
+        measured.append(_update_part(learner, batch, part, objective, limit, at))
         if limit is not None and measured[-1].get(OLD_KL, 0.0) > limit:
             measured[-1] = {name: measured[-1][name] for name in _OF_REFUSED}
             break
@@ -451,7 +451,7 @@ def _is_taken(update: dict[str, float]) -> bool:
     return "gradient_norm" in update
 
 
-def _update(
+def _update_part(
     learner: Learner,
     batch: Batch,
     part: Sequence[int],

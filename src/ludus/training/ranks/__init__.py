@@ -1,1 +1,1 @@
-"""The processes that train one model together, and the program that each of them runs."""
+"""The processes that train one model together, and the steps that each of them does."""

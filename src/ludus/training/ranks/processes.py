@@ -1,7 +1,7 @@
 """The processes that train one model together, as rank 0 sees them: started, watched, and ended.
 
 Rank 0 is the process of `ludus train`: it plays, samples, writes the run, and names the next step of the
-training program (`program.py`), which all ranks then do, rank 0 among them (`Ranks.perform`). With one process
+steps (`steps.py`), which all ranks then do, rank 0 among them (`Ranks.perform`). With one process
 a step is a plain call.
 
 Who waits for whom. A rank without work waits for the next step at a key-value store, without a deadline:
@@ -11,7 +11,7 @@ connections, which ends the collective that the others are in. Either way rank 0
 the rank and the cause. Ranks that rank 0 has started end with it: they read a pipe that closes when it dies.
 
 Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set) nothing is started here. What the other
-ranks do is in `program.py`, how the ranks know each other in `wire.py`.
+ranks do is in `steps.py`, how the ranks know each other in `wire.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ludus.training.config.run import ClusterConfig, launched_rank
 from ludus.training.optim.sharding import (
     PeerFailed,
 )
-from ludus.training.ranks.program import Program, Ranks, join, leave, spawn_rank
+from ludus.training.ranks.steps import Ranks, RankSteps, join, leave, spawn_rank
 from ludus.training.ranks.wire import (
     ERROR,
     HELLO,
@@ -171,13 +171,13 @@ class LeadingRanks(Ranks):
     def __init__(
         self,
         store: SignedStore,
-        program: Program,
+        rank0: RankSteps,
         processes: Sequence[RankProcess],
         signals: StopWatch,
     ) -> None:
         """`processes` are ranks 1, 2, ... where this process has started them."""
-        super().__init__(program)
-        group = program.group
+        super().__init__(rank0)
+        group = rank0.group
         self.size = group.size
         self._store, self._group, self._processes = store, group, processes
         self._steps, self._is_busy = 0, False
@@ -211,7 +211,7 @@ class LeadingRanks(Ranks):
             self._is_broken = True
             raise RankError(self._death(str(error))) from error
         try:
-            result = self.program.perform(step, arguments)
+            result = self.rank0.perform(step, arguments)
             self._group.agree()
             return result
         except PeerFailed as error:
@@ -308,7 +308,7 @@ def start_ranks(
     threads: int | None,
     *,
     launcher: RankLauncher | None = None,
-    program: type[Program] = Program,
+    steps: type[RankSteps] = RankSteps,
 ) -> Ranks:
     """The ranks of a recipe: started here, or those that the environment tells of.
 
@@ -317,11 +317,11 @@ def start_ranks(
         device: Where rank 0 trains; the others on devices of the same kind.
         threads: Of each process on the host; one on a CPU when left out.
         launcher: Starts the other ranks; on this machine when left out.
-        program: What all ranks do; the other ranks must have been started with the same.
+        steps: What all ranks do; the other ranks must have been started with the same.
     """
     given, size = launched_rank()[1], _size_of(cluster, device, launcher)
     if size == 1:
-        return Ranks(program())
+        return Ranks(steps())
     if threads is None and device.type == "cpu":
         threads = 1  # processes that share the cores wait for each other's threads otherwise
     hello = {
@@ -345,7 +345,7 @@ def start_ranks(
         if given == 1:
             found |= {"WORLD_SIZE": str(size)}
             found |= {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
-            start = partial(spawn_rank, program=program) if launcher is None else launcher.launch
+            start = partial(spawn_rank, steps=steps) if launcher is None else launcher.launch
             for rank in map(str, range(1, size)):
                 processes.append(start({**found, "RANK": rank, "LOCAL_RANK": rank}))
             _wait_until_ready(store, processes)
@@ -354,7 +354,7 @@ def start_ranks(
         else:
             interface = LOOPBACK if launcher is None else chosen_interface(launcher.interface)
         group = join(store, 0, size, hello, interface)
-        return LeadingRanks(store, program(group), processes, signals)
+        return LeadingRanks(store, steps(group), processes, signals)
     except BaseException as error:
         _kill(processes)
         for process in processes:

@@ -256,7 +256,7 @@ def gloo_through(interface: str | None) -> Iterator[None]:
             os.environ[_INTERFACE] = before
 
 
-# A step of the program as it travels from rank 0 to the others: a frame of `remote/channel.py` with a head in
+# A step as it travels from rank 0 to the others: a frame of `remote/channel.py` with a head in
 # JSON, and behind it tensors and images as they are. Rows are dataclasses of tensors, whose fields are the
 # schema; those in `LOCAL` stay on rank 0. Settings are written as in a recipe. Nothing is unpickled, nothing is
 # called: reading fills the fields of dataclasses and settings of Ludus' own modules. That a step is rank 0's

@@ -13,7 +13,7 @@ from ludus.training.config.stages import (
     RejectionConfig,
     SFTConfig,
 )
-from ludus.training.ranks.program import StageTrainer
+from ludus.training.ranks.steps import StageTrainer
 from ludus.training.stages.base import EvaluationStage, Stage, StepResult
 from ludus.training.stages.distillation import DistillationStage, DistillationTrainer
 from ludus.training.stages.preference import PreferenceStage, PreferenceTrainer

@@ -29,7 +29,7 @@ from ludus.training.config.stages import (
 from ludus.training.data.batch import Batch
 from ludus.training.models.lora import is_adapted
 from ludus.training.models.sharded import ModelSource
-from ludus.training.ranks.program import StagePlan, StageTrainer, StepSettings
+from ludus.training.ranks.steps import StagePlan, StageTrainer, StepSettings
 from ludus.training.run_context import RunContext
 
 log = logging.getLogger(__name__)
@@ -104,11 +104,11 @@ class Stage(Generic[C]):
     @property
     def trainer(self) -> StageTrainer[C]:
         """This rank's part of it."""
-        return self.context.ranks.program.opened
+        return self.context.ranks.rank0.opened
 
-    def update(self, rows: Any, settings: StepSettings) -> dict[str, float]:
+    def train_step(self, rows: Any, settings: StepSettings) -> dict[str, float]:
         """Change the weights on all ranks; the engine's model has them then."""
-        found: dict[str, float] = self.context.ranks.perform("update", rows, settings)
+        found: dict[str, float] = self.context.ranks.perform("train_step", rows, settings)
         return found
 
     def keep_start(self) -> None:

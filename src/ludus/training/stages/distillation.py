@@ -40,7 +40,7 @@ from ludus.training.data.micro_batches import MicroBatch
 from ludus.training.models.loading import check_source, tokenizer_of
 from ludus.training.models.sharded import ModelSource
 from ludus.training.optim.learner import Learner
-from ludus.training.ranks.program import StageTrainer, StepSettings
+from ludus.training.ranks.steps import StageTrainer, StepSettings
 from ludus.training.run_context import RunContext
 from ludus.training.stages.base import Stage, StepResult, check_failures, check_readable, timing_metrics
 
@@ -82,7 +82,7 @@ class DistillationStage(Stage[DistillationConfig]):
         await self.context.pause_sampling()
         ready = time.perf_counter()
         with self.updating_weights():
-            metrics = self.update(Batch.of(said), StepSettings(number))
+            metrics = self.train_step(Batch.of(said), StepSettings(number))
         self._rollouts.trained(batch)
         metrics |= rollout_metrics(played.groups)
         metrics |= timing_metrics(played.groups, ready - started, time.perf_counter() - ready)
@@ -104,9 +104,9 @@ class DistillationTrainer(StageTrainer[DistillationConfig]):
 
     def prepare(self, source: ModelSource | None, folder: Path) -> None:
         assert source is not None
-        self.teacher = self.program.load_frozen(source)
+        self.teacher = self.rank.load_frozen(source)
 
-    def update(self, rows: Batch, settings: StepSettings) -> dict[str, float]:
+    def learn(self, rows: Batch, settings: StepSettings) -> dict[str, float]:
         return distill(self.learner, rows, self.teacher, settings.number)
 
 

@@ -52,7 +52,7 @@ from ludus.training.data.micro_batches import MicroBatch
 from ludus.training.data.tasks import items_of_step
 from ludus.training.models.sharded import ModelSource
 from ludus.training.optim.learner import Learner
-from ludus.training.ranks.program import StageTrainer, StepSettings
+from ludus.training.ranks.steps import StageTrainer, StepSettings
 from ludus.training.run_context import RunContext
 from ludus.training.stages.base import (
     Stage,
@@ -360,7 +360,7 @@ class PreferenceStage(Stage[PreferenceConfig]):
         metrics["pairs"] = len(learned)
         with self.updating_weights():
             rows = preference_rows(learned, self.config, context_limit(self.context.policy))
-            metrics |= self.update(rows, StepSettings(number))
+            metrics |= self.train_step(rows, StepSettings(number))
         if self._rollouts is not None and batch is not None:
             self._rollouts.trained(batch)
         return StepResult({**metrics, "step_seconds": time.perf_counter() - started}, groups)
@@ -397,7 +397,7 @@ class PreferenceTrainer(StageTrainer[PreferenceConfig]):
     def prepare(self, source: ModelSource | None, folder: Path) -> None:
         self.reference = self.load_start(source, folder)
 
-    def update(self, rows: PreferenceRows, settings: StepSettings) -> dict[str, float]:
+    def learn(self, rows: PreferenceRows, settings: StepSettings) -> dict[str, float]:
         return prefer(self.learner, rows, self.reference, self.config, settings.number)
 
 

@@ -34,13 +34,13 @@ from ludus.training.data.rollout_batch import ReplayBuffer, RolloutBatch, code_v
 from ludus.training.data.tasks import DIFFICULTY, STRICTNESS, Curriculum, difficulty_of
 from ludus.training.ledger import Ledger
 from ludus.training.models.lora import is_adapted
-from ludus.training.models.references import load_synced, save_synced, sync_reference
+from ludus.training.models.references import load_synced, save_synced, sync_if_due
 from ludus.training.models.sharded import ModelSource, hollow_model, shard_values
 from ludus.training.optim.critic import Critic
 from ludus.training.optim.policy_update import PolicyRows, algorithm_of, policy_rows, policy_update
 from ludus.training.optim.sharding import ShardedModel
 from ludus.training.player import GroupPlan, LocalPlayer
-from ludus.training.ranks.program import Program, StagePlan, StageTrainer, StepSettings
+from ludus.training.ranks.steps import RankSteps, StagePlan, StageTrainer, StepSettings
 from ludus.training.run_context import RunContext
 from ludus.training.stages.base import Stage, StepResult, check_failures, timing_metrics
 
@@ -133,7 +133,7 @@ class RLStage(Stage[RLConfig]):
         await self.context.pause_sampling()
         ready = time.perf_counter()
         with self.updating_weights():
-            metrics = self._update(number, played)
+            metrics = self._learn_from(played, number)
         ended = time.perf_counter()
         metrics = self._measured(metrics, played, (ready - started, ended - ready))
         metrics |= {f"curriculum/{name}": value for name, value in values.items()}
@@ -166,7 +166,7 @@ class RLStage(Stage[RLConfig]):
         ready = time.perf_counter()
         await within(limit, lambda: "the engine to pause", self.context.pause_sampling())
         with self.updating_weights():
-            metrics = await asyncio.to_thread(self._update, number, played)
+            metrics = await asyncio.to_thread(self._learn_from, played, number)
             ended = time.perf_counter()
             await within(
                 limit, lambda: "the engine to go on with new weights", self.context.sync_engine()
@@ -186,14 +186,14 @@ class RLStage(Stage[RLConfig]):
         rollouts.trained(batch)
         return StepResult(metrics, played.groups, notes=rollouts.notes(batch))
 
-    def _update(self, number: int, played: RolloutBatch) -> dict[str, float]:
-        """Step `number` of the optimizer; where nothing could be learned, the update has no metrics."""
+    def _learn_from(self, played: RolloutBatch, number: int) -> dict[str, float]:
+        """The update of step `number`; where nothing could be learned, it has no metrics."""
         version, batch = self.context.engine.policy_version, played
         if self._replay is not None:
             batch = self._replay.mixed(played, number, version)
             self._replay.add(played, version)
         rows = policy_rows(batch, self.config)
-        metrics = self.update(rows, StepSettings(number, self._kl, version))
+        metrics = self.train_step(rows, StepSettings(number, self._kl, version))
         return metrics | (batch.metrics if self._replay is not None else {})
 
     def _measured(
@@ -264,26 +264,26 @@ class RLTrainer(StageTrainer[RLConfig]):
     reference: nn.Module | None = None
     critic: Critic | None = None
 
-    def __init__(self, program: Program, plan: StagePlan[RLConfig]) -> None:
-        super().__init__(program, plan)
+    def __init__(self, rank: RankSteps, plan: StagePlan[RLConfig]) -> None:
+        super().__init__(rank, plan)
         self.algorithm = algorithm_of(plan.config)
 
     def prepare(self, source: ModelSource | None, folder: Path) -> None:
-        config, program = self.config, self.program
+        config, rank = self.config, self.rank
         if config.kl.weight > 0:
             self.reference = self.load_start(source, folder)
         if Need.CRITIC in self.algorithm.needs:
             settings = config.critic or CriticConfig()
             total = config.steps * config.updates * settings.passes
             values: nn.Module | None = None
-            if isinstance(program.policy, ShardedModel):
-                assert program.source is not None
+            if isinstance(rank.policy, ShardedModel):
+                assert rank.source is not None
                 values = shard_values(
-                    program.policy, hollow_model(program.source), own_trunk=settings.kind == "model"
+                    rank.policy, hollow_model(rank.source), own_trunk=settings.kind == "model"
                 )
-            self.critic = Critic(program.policy, settings, total, self.plan.seed, values)
+            self.critic = Critic(rank.policy, settings, total, self.plan.seed, values)
 
-    def update(self, rows: PolicyRows, settings: StepSettings) -> dict[str, float]:
+    def learn(self, rows: PolicyRows, settings: StepSettings) -> dict[str, float]:
         config, critic, step = self.config, self.critic, settings.number
         warming_up = critic is not None and critic.is_warming_up(step)
         metrics = policy_update(
@@ -298,9 +298,8 @@ class RLTrainer(StageTrainer[RLConfig]):
             step=step,
             version=settings.version,
         )
-        sync = config.reference_sync
-        if sync is not None and self.reference is not None and (step + 1) % sync.every == 0:
-            sync_reference(self.reference, self.program.policy, sync.mixup_alpha)
+        if config.reference_sync is not None and self.reference is not None:
+            sync_if_due(self.reference, self.rank.policy, config.reference_sync, step)
         # where nothing could be learned, the update has no metrics
         return {"no_signal": float(not warming_up)} | metrics
 

@@ -34,7 +34,7 @@ from ludus.training.data.micro_batches import MicroBatch
 from ludus.training.data.tasks import items_of_step
 from ludus.training.optim.learner import Learner, Metrics
 from ludus.training.optim.logprobs import logprobs_of
-from ludus.training.ranks.program import StageTrainer, StepSettings
+from ludus.training.ranks.steps import StageTrainer, StepSettings
 from ludus.training.run_context import RunContext
 from ludus.training.stages.base import (
     Stage,
@@ -106,7 +106,7 @@ class SFTStage(Stage[SFTConfig]):
         seed = key(self.context.recipe.seed, "warm start")
         batch = items_of_step(self._demonstrations, number, self.config.batch, seed)
         with self.updating_weights():
-            metrics = self.update(Batch.of(batch), StepSettings(number))
+            metrics = self.train_step(Batch.of(batch), StepSettings(number))
         if self._held_out and self._is_due(number + 1):
             metrics["held_out_loss"] = self.context.ranks.perform("measure", Batch.of(self._held_out))
         return StepResult({**metrics, "step_seconds": time.perf_counter() - started})
@@ -126,7 +126,7 @@ class SFTStage(Stage[SFTConfig]):
 class SFTTrainer(StageTrainer[Any]):
     """Trainer of supervised fine-tuning, for episodes of any origin."""
 
-    def update(self, rows: Batch, settings: StepSettings) -> dict[str, float]:
+    def learn(self, rows: Batch, settings: StepSettings) -> dict[str, float]:
         return sft_step(self.learner, rows, settings.number)
 
     def measure(self, rows: Batch) -> float:
@@ -215,7 +215,7 @@ class RejectionStage(Stage[RejectionConfig]):
                 if place == 0 and self.config.restart:
                     self.context.ranks.perform("restart", self.start_source(), self.folder)
                 at = place if self.config.restart else number
-                metrics |= self.update(Batch.of(batch), StepSettings(at))
+                metrics |= self.train_step(Batch.of(batch), StepSettings(at))
         return StepResult({**metrics, "step_seconds": time.perf_counter() - started}, groups)
 
     @classmethod

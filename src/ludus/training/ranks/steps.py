@@ -1,12 +1,12 @@
-"""The training program: what every rank of a run does. Rank 0 alone plays episodes and owns the run's folder.
+"""The steps that all trainer ranks do together. Rank 0 alone plays episodes and owns the run's folder.
 
-    rank 0      plays, writes the run ── perform("update", rows) ──┐
-    every rank  load_model ─ open_stage ─ update ... update ─ save ─┴─ ...
+    rank 0      plays, writes the run ─ perform("train_step", rows) ──┐
+    every rank  load_policy ─ open_stage ─ train_step ... train_step ─┴─ save_policy ...
 
-A program is a handful of collective steps, the same on every rank and in the same order. Rank 0 names the
-next one (`Ranks.perform`) with its settings and the step's rows, which travel as tensors (`wire.py`); the
-others wait for it (`serve_rank`). Within a step all ranks compute the same things, except that each has its
-share of the micro-batches (`optim/sharding.py`). With one process a step is a plain call.
+The steps are collective: the same on every rank and in the same order. Rank 0 names the next one
+(`Ranks.perform`) with its settings and the step's rows, which travel as tensors (`wire.py`); the others wait
+for it (`serve_rank`). Within a step all ranks compute the same things, except that each has its share of the
+micro-batches (`optim/sharding.py`). With one process a step is a plain call.
 
 Each rank holds its part of every weight, gradient and moment; it reads its parts from files and writes them to
 files (`models/sharded.py`). Only where rank 0's embedded engine samples does rank 0 have a whole copy beside
@@ -38,7 +38,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from ludus.core.failures import LudusError
 from ludus.core.messages import MediaSpan
-from ludus.core.registry import load_reference
+from ludus.core.registry import import_object
 from ludus.model import use_ludus_attention
 from ludus.model.images import forget_features
 from ludus.training.config.stages import BaseStageConfig, OptimizerConfig
@@ -83,21 +83,21 @@ from ludus.training.ranks.wire import (
 C = TypeVar("C", bound=BaseStageConfig)
 
 TRAINERS = "ludus.training.stages:trainer_class"
-"""By name: stages stand above this room."""
+"""By name: the trainers of the stages build on this module (`StageTrainer`)."""
 OPTIMIZER = "optimizer.safetensors"
 STEPS = frozenset({
-    "load_policy", "open_stage", "prepare_stage", "update", "measure", "restart", "save_stage", "load_stage",
-    "save_policy", "write_engine_weights", "score",
+    "load_policy", "open_stage", "prepare_stage", "train_step", "measure", "restart", "save_stage",
+    "load_stage", "save_policy", "write_engine_weights", "score",
 })  # fmt: skip
 """Steps that rank 0 can ask for."""
 
 _PATIENCE = timedelta(days=1)
 
 
-class Program:
-    """The program on one rank. Its public methods are the steps, which all ranks do at the same time."""
+class RankSteps:
+    """The steps on one rank. All ranks do each of them at the same time."""
 
-    steps = STEPS
+    allowed = STEPS
 
     def __init__(self, group: RankGroup = ALONE) -> None:
         self.group = group
@@ -112,8 +112,8 @@ class Program:
 
     def perform(self, step: str, arguments: tuple[Any, ...]) -> Any:
         """Do a step, which all other ranks do as well."""
-        if step not in self.steps:
-            raise ValueError(f"there is no step {step!r} in the training program")
+        if step not in self.allowed:
+            raise ValueError(f"there is no step {step!r} of the trainer ranks")
         return getattr(self, step)(*arguments)
 
     # The steps
@@ -126,15 +126,15 @@ class Program:
     def open_stage(self, plan: StagePlan[Any]) -> None:
         """Make what the stage trains with."""
         self.stage = None  # the last one's memory is free before
-        self.stage = load_reference(TRAINERS)(plan.config)(self, plan)
+        self.stage = import_object(TRAINERS)(plan.config)(self, plan)
 
     def prepare_stage(self, source: ModelSource | None, folder: Path) -> None:
         """Make what else the stage reads; `folder` has the weights that it began with, where it needs them."""
         self.opened.prepare(source, folder)
 
-    def update(self, rows: Any, settings: StepSettings) -> dict[str, float]:
+    def train_step(self, rows: Any, settings: StepSettings) -> dict[str, float]:
         """Learn from a step's rows; the weights that are sampled here are the new ones then."""
-        metrics = self.opened.update(rows, settings)
+        metrics = self.opened.learn(rows, settings)
         self._gather()
         return metrics
 
@@ -198,20 +198,20 @@ class Ranks:
 
     size = 1
 
-    def __init__(self, program: Program | None = None) -> None:
-        self.program = program or Program()
+    def __init__(self, rank0: RankSteps | None = None) -> None:
+        self.rank0 = rank0 or RankSteps()
         """Rank 0's own part."""
 
     @classmethod
     def alone(cls, policy: nn.Module) -> Ranks:
         """One process with a model that is there already."""
         made = cls()
-        made.program.policy = policy
+        made.rank0.policy = policy
         return made
 
     def perform(self, step: str, *arguments: Any) -> Any:
-        """Do a step of the program on all ranks at once, and give rank 0's result back."""
-        return self.program.perform(step, arguments)
+        """Do a step on all ranks at once, and give rank 0's result back."""
+        return self.rank0.perform(step, arguments)
 
     def close(self) -> None:
         """End the other ranks."""
@@ -245,13 +245,13 @@ class StepSettings:
 class StageTrainer(Generic[C]):
     """The trainer of a stage on every rank: its optimizer, the models that it reads, and its updates."""
 
-    def __init__(self, program: Program, plan: StagePlan[C]) -> None:
-        self.program, self.plan, self.config = program, plan, plan.config
+    def __init__(self, rank: RankSteps, plan: StagePlan[C]) -> None:
+        self.rank, self.plan, self.config = rank, plan, plan.config
         self.learner = self._new_learner()
 
     def _new_learner(self) -> Learner:
         plan, optimizer = self.plan, self.optimizer
-        return Learner(self.program.policy, optimizer, plan.total, plan.temperature, plan.seed)
+        return Learner(self.rank.policy, optimizer, plan.total, plan.temperature, plan.seed)
 
     @property
     def optimizer(self) -> OptimizerConfig:
@@ -264,14 +264,14 @@ class StageTrainer(Generic[C]):
 
     def load_start(self, source: ModelSource | None, folder: Path) -> nn.Module:
         """The reference model: the weights that the stage began with, which are in a folder."""
-        policy = self.program.policy
+        policy = self.rank.policy
         if is_adapted(policy):
             return adapter_reference(policy, folder, self.plan.bare_reference)
         assert source is not None, "a reference of all weights is read from somewhere"
-        return self.program.load_frozen(source)
+        return self.rank.load_frozen(source)
 
-    def update(self, rows: Any, settings: StepSettings) -> dict[str, float]:
-        """Change the weights."""
+    def learn(self, rows: Any, settings: StepSettings) -> dict[str, float]:
+        """Change the weights by optimizer steps on these rows; their metrics."""
         raise NotImplementedError
 
     def measure(self, rows: Any) -> float:
@@ -279,7 +279,7 @@ class StageTrainer(Generic[C]):
 
     def restart(self, source: ModelSource | None, folder: Path) -> None:
         """Return to the weights that the stage began with, and to an optimizer that knows nothing."""
-        policy = self.program.policy
+        policy = self.rank.policy
         forget_features(policy)
         with torch.no_grad():
             if is_adapted(policy):
@@ -301,8 +301,8 @@ class StageTrainer(Generic[C]):
         self.learner.load(folder / OPTIMIZER)
 
 
-def serve_rank(program: type[Program] = Program) -> None:
-    """Do the program's steps until rank 0 says to stop, and end. The environment tells the rank."""
+def serve_rank(steps: type[RankSteps] = RankSteps) -> None:
+    """Do the steps until rank 0 says to stop, and end. The environment tells the rank."""
     for number in (
         signal.SIGINT,
         signal.SIGHUP,
@@ -321,13 +321,13 @@ def serve_rank(program: type[Program] = Program) -> None:
         store.set(f"{READY}/{rank}", b"1")
         hello = json.loads(_waited_for(store, HELLO))
         group = join(store, rank, size, hello, interface)
-        _serve(store, rank, program(group))
+        _serve(store, rank, steps(group))
     except LudusError as error:
         _end(f"trainer rank {rank} ended: {error}")
     leave()
 
 
-def _serve(store: SignedStore, rank: int, program: Program) -> None:
+def _serve(store: SignedStore, rank: int, steps: RankSteps) -> None:
     number = 0
     while (told := _waited_for(store, f"{STEP}/{(number := number + 1)}")) != STOP:
         message = torch.empty(int(told), dtype=torch.uint8)
@@ -336,14 +336,14 @@ def _serve(store: SignedStore, rank: int, program: Program) -> None:
         except RuntimeError:  # rank 0 is gone
             os._exit(1)
         packed = store.read(f"{STEP}/{number}/message", message.numpy().tobytes())
-        _perform(packed, program, store, f"{ERROR}/{number}/{rank}")
+        _perform(packed, steps, store, f"{ERROR}/{number}/{rank}")
 
 
-def _perform(message: bytes, program: Program, store: SignedStore, key: str) -> None:
-    group = program.group
+def _perform(message: bytes, steps: RankSteps, store: SignedStore, key: str) -> None:
+    group = steps.group
     try:
         step, arguments = unpack_step(message)
-        program.perform(step, arguments)
+        steps.perform(step, arguments)
         group.agree()
     except PeerFailed:
         group.reset()  # rank 0 knows, and decides
@@ -389,13 +389,13 @@ def _end_with_parent(store: SignedStore) -> None:
 
 
 def spawn_rank(
-    variables: Mapping[str, str], program: type[Program] = Program
+    variables: Mapping[str, str], steps: type[RankSteps] = RankSteps
 ) -> subprocess.Popen[bytes]:
     """Start a rank on this machine. It ends when this process does."""
     paths = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     environment = {**os.environ, **variables, "PYTHONPATH": paths, WATCHED: "1"}
-    own = f"from {program.__module__} import {program.__name__}"
-    code = f"from ludus.training.ranks.program import serve_rank; {own}; serve_rank({program.__name__})"
+    own = f"from {steps.__module__} import {steps.__name__}"
+    code = f"from ludus.training.ranks.steps import serve_rank; {own}; serve_rank({steps.__name__})"
     # in a session of its own: Ctrl-C in a terminal is for rank 0 alone, also while this one still imports
     return subprocess.Popen(
         [sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE, start_new_session=True
