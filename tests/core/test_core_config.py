@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import Field, FiniteFloat
 
 from ludus.core import Config, ConfigError
-from ludus.core.config import apply_overrides, toml_text
+from ludus.core.config import apply_overrides, swept, toml_text
 
 
 class Weights(Config):
@@ -189,3 +189,36 @@ def test_what_is_written_as_toml_is_read_as_it_was(table: dict[str, Any], value:
 def test_a_recipe_as_toml_has_a_section_for_each_table() -> None:
     text = toml_text({"rl": {"steps": 3, "optimizer": {"rate": 1e-5}}, "name": "a\n[b]"}, "x")
     assert text == '# x\nname = "a\\n[b]"\n\n[rl]\nsteps = 3\noptimizer = { rate = 1e-05 }\n'
+
+
+def test_sweeps_make_a_grid_and_keys_of_one_go_side_by_side() -> None:
+    assert swept([]) == [{}]
+    assert swept(["a=1,2 b=3,4", "c=5"]) == [
+        {"a": "1", "b": "3", "c": "5"},
+        {"a": "2", "b": "4", "c": "5"},
+    ]
+    assert [tuple(row.values()) for row in swept(["a=1,2", "b=x,y"])] == [
+        *(("1", "x"), ("1", "y"), ("2", "x"), ("2", "y"))
+    ]
+    assert swept(["""t=["a", 'b,c'],{ d = [1,2] }"""]) == [
+        {"t": """["a", 'b,c']"""},
+        {"t": "{ d = [1,2] }"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sweeps", "told"),
+    [
+        (["a"], "is written key=value"),
+        ([""], "is written key=value"),
+        (["a="], "is written key=value"),
+        (["a=1,"], "is written key=value"),
+        (["=1"], "is written key=value"),
+        (["a=1 a=2"], "is written key=value"),
+        (["a=1,2 b=3"], "equally many values"),
+        (["a=1", "a=2"], "a is swept twice"),
+    ],
+)
+def test_sweeps_that_mean_nothing_are_refused(sweeps: list[str], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        swept(sweeps)

@@ -171,6 +171,27 @@ def envs() -> None:
     Console().print(ReportTable(columns, rows).rich({"yes": "green"}))
 
 
+def compare(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Runs, folders of runs such as a study's, or results of `ludus eval`.",
+            show_default=False,
+        ),
+    ],
+    against: Annotated[
+        str | None,
+        typer.Option(
+            help="The run or recipe that the others are tested against; the first when left out."
+        ),
+    ] = None,
+) -> None:
+    """Compare runs by their newest evaluations: means, intervals, paired tests; a line for a recipe's seeds."""
+    from ludus.cli.study import show_comparison
+
+    show_comparison(Console(), runs, against)
+
+
 def simulate(
     settings: Annotated[
         list[str] | None,
@@ -179,7 +200,8 @@ def simulate(
     sweep: Annotated[
         list[str] | None,
         typer.Option(
-            help="A row for each value: engines=8,64. Several go side by side, value by value."
+            help="A row for each value: engines=8,64; 'engines=8,64 tasks=32,256' go side by side, several "
+            "--sweep make a grid."
         ),
     ] = None,
 ) -> None:

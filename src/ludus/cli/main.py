@@ -18,7 +18,7 @@ from rich.text import Text
 
 from ludus.cli.check.commands import check_app
 from ludus.cli.data_commands import mcp_rl, prefer, reward_model, synth
-from ludus.cli.look_commands import cluster, envs, init, settings, show, simulate, view
+from ludus.cli.look_commands import cluster, compare, envs, init, settings, show, simulate, view
 from ludus.cli.options import ClickError, CommandGroup, RecipeCommand
 from ludus.cli.run_commands import evaluate, rollout, train
 from ludus.cli.serve_commands import serve_app
@@ -48,6 +48,7 @@ FIRST: dict[str, Callable[..., None] | typer.Typer] = {
     "rollout": rollout,
     "show": show,
     "view": view,
+    "compare": compare,
     "init": init,
     "check": check_app,
     "serve": serve_app,

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ludus.cli.options import Model, Overrides
+from ludus.core.failures import ConfigError
 
 RecipeArgument = Annotated[
     Path | None,
@@ -53,11 +54,37 @@ def train(
             help="Train again from the groups that the run in this folder recorded; plays nothing."
         ),
     ] = None,
+    seeds: Annotated[
+        str | None, typer.Option(help="Train once with each of these seeds, as a study: 0,1,2.")
+    ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Train once with each value: rl.optimizer.learning_rate=1e-6,3e-6. Several --sweep make a "
+            "grid; 'a=1,2 b=3,4' go side by side."
+        ),
+    ] = None,
+    parallel: Annotated[
+        int,
+        typer.Option(min=1, help="How many runs of a study go side by side; they share cores and GPUs."),
+    ] = 1,
 ) -> None:
     """Train by a recipe: `ludus train recipe.toml rl.steps=50`. Ctrl-C saves, and says how to go on."""
+    from ludus.cli.study import StudyOptions, resume_study, run_study, study_settings
     from ludus.cli.train import run_training
 
-    run_training(recipe, overrides or [], resume, replay)
+    options = StudyOptions(seeds, sweep or [], parallel)
+    settings = study_settings(resume) if resume is not None else None
+    if resume is not None and settings is not None:
+        resume_study(
+            resume, settings, options, [str(one) for one in (recipe, *(overrides or [])) if one]
+        )
+    elif not options.is_study:
+        run_training(recipe, overrides or [], resume, replay)
+    elif recipe is None or resume is not None or replay is not None:
+        raise ConfigError("--seeds and --sweep are for a recipe: name one, without --resume or --replay")
+    else:
+        run_study(recipe, overrides or [], options)
 
 
 def evaluate(

@@ -26,8 +26,12 @@ def run_training(
     resume: Path | None,
     replay: Path | None = None,
     again: str = AGAIN,
+    is_member: bool = False,
 ) -> None:
-    """Train, show progress, write the report; `again` is the command that resumes an interrupted run."""
+    """Train, show progress, write the report; `again` is the command that resumes an interrupted run.
+
+    A member of a study prints no report: the study compares them all.
+    """
     if launched_rank()[0]:
         from ludus.training.ranks.steps import serve_rank
 
@@ -67,6 +71,8 @@ def run_training(
         result = asyncio.run(until_told(train_async(recipe, parts, run, show=console, again=again)))
     except asyncio.CancelledError:  # by a signal; the message about the checkpoint is out
         raise KeyboardInterrupt from None
+    if is_member:
+        return
     with stopped_says(console, f"the run has ended: {result.run.report_path}, {result.model}"):
         _report(console, result, recipe)
 

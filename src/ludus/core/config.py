@@ -196,6 +196,46 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> Json:
     return result
 
 
+def swept(sweeps: Iterable[str]) -> list[dict[str, str]]:
+    """The rows of a grid of sweeps, `key=value,value,...`; keys within one, `a=1,2 b=3,4`, go side by side."""
+    rows: list[dict[str, str]] = [{}]
+    for sweep in sweeps:
+        pairs = [one.partition("=") for one in _split(sweep, " ") if one]
+        columns = {key: _split(values, ",") for key, _, values in pairs}
+        if (
+            not columns
+            or not all(columns)
+            or not all(map(all, columns.values()))
+            or len(columns) < len(pairs)
+        ):
+            raise ConfigError(f"a sweep is written key=value,value,... (each key once), not {sweep!r}")
+        if len({len(values) for values in columns.values()}) != 1:
+            raise ConfigError(f"keys of one sweep go side by side, with equally many values: {sweep!r}")
+        if twice := columns.keys() & rows[0].keys():
+            raise ConfigError(f"{min(twice)} is swept twice")
+        found = [
+            dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
+        ]
+        rows = [{**row, **one} for row in rows for one in found]
+    return rows
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """The parts of a text between separators that stand in no bracket and no quotes."""
+    closing = {"[": "]", "{": "}", '"': '"', "'": "'"}
+    parts, awaited = [""], ""
+    for letter in text:
+        if awaited and letter == awaited[-1]:
+            awaited = awaited[:-1]
+        elif letter in closing and awaited[-1:] not in ("'", '"'):
+            awaited += closing[letter]
+        if letter == separator and not awaited:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
 def _set(table: Any, keys: list[str], value: Any, override: str) -> None:
     """Put the value at the end of the path; tables that are not there are made."""
     first, *rest = keys

@@ -357,6 +357,8 @@ class SettingsFolder:
     """One word for its contents."""
     root: ClassVar[str] = "results"
     """Where numbered ones are made."""
+    made: ClassVar[str] = "**/*.parquet"
+    """The pattern of files that are worth keeping a new folder for."""
 
     def __init__(self, path: str | Path, settings: Mapping[str, Any]) -> None:
         self.path = Path(path)
@@ -396,7 +398,7 @@ class SettingsFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """A new folder into which nothing was written, because something was wrong, is removed."""
-        if error is not None and not self._was_there and not any(self.path.rglob("*.parquet")):
+        if error is not None and not self._was_there and not any(self.path.glob(self.made)):
             shutil.rmtree(self.path, ignore_errors=True)
         self._lock.release()
 

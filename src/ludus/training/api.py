@@ -376,7 +376,7 @@ async def _train_in(
     with writer, setup_logging(writer), _audited(writer, recipe, parts) as parts:
         checkpoint = checkpoint_to_resume(writer, recipe) if is_resumed else None
         start = checkpoint.path if checkpoint else None
-        if is_resumed:
+        if is_resumed and (checkpoint is not None or writer.metrics()):
             text = going_on_text(writer, recipe, checkpoint)
             log.info("%s", text)
             say(text)

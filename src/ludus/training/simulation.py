@@ -27,7 +27,7 @@ from typing import Any, TypeVar, cast
 
 from pydantic import Field, model_validator
 
-from ludus.core.config import Config, apply_overrides
+from ludus.core.config import Config, apply_overrides, swept
 from ludus.core.failures import Boundary, ConfigError, EngineError, Failure
 from ludus.core.random import key
 from ludus.core.task import Task
@@ -473,10 +473,9 @@ async def _run(config: SimulationConfig) -> SimulatedRun:
 
 def simulation_table(settings: Sequence[str], sweep: Sequence[str]) -> ReportTable:
     """Simulate every row of a sweep, each also with a staleness of 0."""
-    names, swept = _swept(sweep)
     rows: list[list[Cell]] = []
-    for values in swept:
-        chosen = [f"{name}={value}" for name, value in zip(names, values, strict=True)]
+    for swept_row in (grid := swept(sweep)):
+        chosen = [f"{name}={value}" for name, value in swept_row.items()]
         config = SimulationConfig.parse(apply_overrides({}, [*settings, *chosen]), "the simulation")
         if config.steps < _FEWEST_STEPS:
             raise ConfigError(
@@ -496,16 +495,5 @@ def simulation_table(settings: Sequence[str], sweep: Sequence[str]) -> ReportTab
             run.deaths,
             1000 * run.controller_seconds,
         ]
-        rows.append([*values, *row])
-    return ReportTable((*names, *_COLUMNS), rows)
-
-
-def _swept(sweep: Sequence[str]) -> tuple[list[str], list[tuple[str, ...]]]:
-    pairs = [one.partition("=") for one in sweep]
-    if any(not equals or not values for _, equals, values in pairs):
-        raise ConfigError(f"--sweep takes key=value,value,...: {', '.join(sweep)}")
-    columns = [values.split(",") for _, _, values in pairs]
-    if len({len(column) for column in columns}) > 1:
-        raise ConfigError(f"sweeps side by side need equally many values: {', '.join(sweep)}")
-    rows: list[tuple[str, ...]] = list(zip(*columns, strict=True)) if columns else [()]
-    return [name for name, _, _ in pairs], rows
+        rows.append([*swept_row.values(), *row])
+    return ReportTable((*grid[0], *_COLUMNS), rows)

@@ -30,6 +30,7 @@ from ludus.serve.app import AppServer, HttpApi, check_exposure, is_on_loopback, 
 from ludus.serve.service import ServerConfig
 from ludus.training.config.parts import Parts
 from ludus.training.config.recipe import Recipe
+from ludus.training.evaluation.runs import recipe_difference
 from ludus.viewer.episode_index import EpisodeIndex, FilterError
 from ludus.viewer.episode_view import STATIC, EpisodeReader, export_page
 from ludus.viewer.labels import LabelError, LabelStore
@@ -53,7 +54,6 @@ from ludus.viewer.run_view import (
     RunReader,
     evaluated_steps,
     paired_runs,
-    recipe_difference,
     task_history,
 )
 from ludus.viewer.workspace import NotFound, Workspace

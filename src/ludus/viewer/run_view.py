@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from fractions import Fraction
 from typing import Any
 
 from ludus.core.messages import Json
 from ludus.observe import LOSSES, SPLITS, ResultFolder, definition_of, paired_test
+from ludus.training.evaluation.runs import recipe_key
 from ludus.viewer.episode_index import EpisodeIndex, FilterError
 from ludus.viewer.findings import run_findings
 from ludus.viewer.workspace import NotFound, Workspace, plain, series_of, thinned
@@ -200,14 +199,6 @@ def stages_of(rows: Sequence[Mapping[str, Any]]) -> list[Json]:
     return found
 
 
-def recipe_key(recipe: Mapping[str, Any]) -> str | None:
-    """The same for all seeds of a recipe, whatever their names and folders; None where it has no seed."""
-    if not isinstance(recipe.get("seed"), int):
-        return None
-    same = {name: value for name, value in recipe.items() if name not in ("name", "run", "seed")}
-    return hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()[:16]
-
-
 def planned_steps(recipe: Mapping[str, Any]) -> int:
     """How many steps the recipe's stages have in all; 0 where it does not say."""
     stages = recipe.get("stage") or [recipe.get("warm_start"), recipe.get("rl")]
@@ -240,30 +231,6 @@ def _algorithm(recipe: Mapping[str, Any]) -> str:
 
 
 _MOST_TASKS = 5000
-_MISSING = "(not set)"
-
-
-def flat_recipe(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
-        for name, inner in value.items():
-            yield from flat_recipe(inner, f"{prefix}.{name}" if prefix else str(name))
-    elif isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
-        for number, inner in enumerate(value):
-            yield from flat_recipe(inner, f"{prefix}.{number}")
-    else:
-        yield prefix, value
-
-
-def recipe_difference(recipes: Mapping[str, Json]) -> list[Json]:
-    """The settings in which recipes differ, each with its value in every one."""
-    flats = {run: dict(flat_recipe(recipe)) for run, recipe in recipes.items()}
-    names = sorted({name for flat in flats.values() for name in flat})
-    found = []
-    for name in names:
-        values = {run: flat.get(name, _MISSING) for run, flat in flats.items()}
-        if len({repr(value) for value in values.values()}) > 1:
-            found.append({"name": name, "values": values})
-    return found
 
 
 def paired_runs(index: EpisodeIndex, first: Mapping[str, Any], second: Mapping[str, Any]) -> Json:

@@ -24,7 +24,7 @@ from ludus.observe import (
 )
 from ludus.training.evaluation.evaluate import TASK_SET
 from ludus.training.evaluation.study import ModelResult, Study
-from ludus.training.evaluation.summary import ALL, Summary
+from ludus.training.evaluation.summary import ALL, TESTED, Summary, test_cells
 
 _TESTS = (
     "`+/-/=` counts tasks on which the model did better, worse, the same. `p flip` is the two-sided "
@@ -133,16 +133,13 @@ def short_table(study: Study) -> ReportTable:
 def comparison_table(study: Study, *, short: bool = False) -> ReportTable:
     """Every model minus the one it is compared with; `short` with letters, for a terminal."""
     tasks = () if short else ("tasks",)
-    columns = (*_place_columns(study), *tasks, "difference", "+/-/=", "p flip", "p sign")
+    columns = (*_place_columns(study), *tasks, *TESTED)
     names = letters(study) if short else {m.model: m.model for m in study.measured}
     rows: list[list[Cell]] = [
         [
             *_place(study, measured, comparison.subtask, names[measured.model]),
             *(() if short else (comparison.tasks,)),
-            Share.of(comparison.test.difference),
-            f"{comparison.test.wins}/{comparison.test.losses}/{comparison.test.ties}",
-            f"{'' if comparison.test.is_exact else '≈ '}{comparison.test.p_flip:.2g}",
-            f"{comparison.test.p_sign:.2g}",
+            *test_cells(comparison.test),
         ]
         for measured, comparison in study.comparisons
     ]

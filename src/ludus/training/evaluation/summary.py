@@ -15,8 +15,10 @@ from typing import Any
 from ludus.core.task import Task
 from ludus.core.trajectory import Group, Trajectory, is_lost, is_success
 from ludus.observe import (
+    Cell,
     Estimate,
     PairedTest,
+    Share,
     all_at_k,
     average_at_k,
     estimate_json,
@@ -131,6 +133,19 @@ class Comparison:
             "p_flip_is_exact": test.is_exact,
             "p_sign": test.p_sign,
         }
+
+
+TESTED = ("difference", "+/-/=", "p flip", "p sign")
+"""The columns of a paired test of shares."""
+
+
+def test_cells(test: PairedTest) -> list[Cell]:
+    return [
+        Share.of(test.difference),
+        f"{test.wins}/{test.losses}/{test.ties}",
+        f"{'' if test.is_exact else '≈ '}{test.p_flip:.2g}",
+        f"{test.p_sign:.2g}",
+    ]
 
 
 def summarise(groups: Sequence[Group], how: SummaryOptions | None = None) -> list[Summary]:
