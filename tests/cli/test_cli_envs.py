@@ -114,7 +114,7 @@ def test_what_makes_no_environment_is_named(capsys: pytest.CaptureFixture[str]) 
         "check", "recipe", "corridor.toml", "agent.envs.corridor=corridor.py:several", code=1
     )
     told = refusal(capsys, "check", "recipe", "corridor.toml", "agent.envs.corridor=ftp://host:3")
-    assert "agent.envs: 'ftp://host:3' is no address of an environment" in told
+    assert "agent.envs: 'ftp://host:3' is not a valid environment address" in told
 
 
 def test_an_expert_that_never_yields_is_named_with_its_place(project: Path) -> None:

@@ -160,10 +160,10 @@ def test_an_unchanged_client_is_trained(name: str, tmp_path: Path) -> None:
         progress=False,
     )
     last = [row for row in result.metrics if "logprob_difference_max" in row][-1]
-    assert last["failures"] == 0 and last["proxy/requests"] >= 1
+    assert last["failures"] == 0 and last["model_server/requests"] >= 1
     assert last["logprob_difference_max"] < 1e-3
     if name != "smolagents":
-        assert last["proxy/restarts"] == 0
+        assert last["model_server/restarts"] == 0
 
 
 def test_an_openai_program_learns(tmp_path: Path) -> None:

@@ -309,7 +309,7 @@ async def test_requests_in_flight_get_a_409_when_their_episode_ends() -> None:
         status, body = await waiting
         assert (status, body["error"]["code"]) == (409, "episode_ended")
         assert not served.trajectory.actions
-        assert served.trajectory.counts["proxy/unrecorded"] == 1
+        assert served.trajectory.counts["model_server/unrecorded"] == 1
 
 
 async def test_a_used_up_budget_is_said_and_remembered() -> None:
@@ -365,7 +365,7 @@ async def test_a_reply_that_nobody_took_is_not_recorded() -> None:
         await served.post(chat(user("b")))
         await served.service.end(served.session)
         assert len(served.trajectory.actions) == 1
-        assert served.trajectory.counts["proxy/unrecorded"] == 1
+        assert served.trajectory.counts["model_server/unrecorded"] == 1
 
 
 async def test_parallel_requests_each_get_a_reply_of_their_own() -> None:
@@ -485,7 +485,7 @@ async def test_only_trained_models_are_recorded() -> None:
         assert (status, body["error"]["code"]) == (404, "model_not_found")
         await served.service.end(served.session)
         assert len(served.trajectory.actions) == 1
-        assert served.trajectory.counts["proxy/forwarded"] == 1
+        assert served.trajectory.counts["model_server/forwarded"] == 1
         assert not served.engine.sessions
 
 

@@ -319,7 +319,7 @@ async def test_a_stream_that_nobody_reads_to_its_end_is_not_recorded() -> None:
         await until(lambda: len(served.engine.calls) == 1)
         await served.service.end(served.session)
         assert not served.trajectory.actions
-        assert served.trajectory.counts["proxy/unrecorded"] == 1
+        assert served.trajectory.counts["model_server/unrecorded"] == 1
 
 
 async def test_two_clients_read_one_reply() -> None:

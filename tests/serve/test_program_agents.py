@@ -91,8 +91,8 @@ async def test_a_command_plays_episodes_many_at_once(tmp_path: Path) -> None:
     assert [one.messages[0].content for one in played] == [f"question {n}" for n in range(6)]
     assert [one.reward for one in played] == [None] * 6  # nobody rewarded anything
     metrics = rollout_metrics([])
-    assert "proxy/restarts" not in metrics
-    assert played[0].counts["proxy/requests"] == 1
+    assert "model_server/restarts" not in metrics
+    assert played[0].counts["model_server/requests"] == 1
 
 
 async def test_rewards_are_reported_or_scored(tmp_path: Path) -> None:
@@ -196,10 +196,10 @@ async def test_the_key_of_another_program_is_refused(tmp_path: Path, clients: An
     first, second = await play(agent, lambda *_: "fine", tasks=2)
     said = (second.answer or "").splitlines()[1]
     if clients == "any":
-        assert said == "taken" and first.counts["proxy/requests"] == 2
+        assert said == "taken" and first.counts["model_server/requests"] == 2
     else:
         assert said.startswith("403 ") and 'agent.program.clients = "any"' in said
-        assert first.counts["proxy/requests"] == 1 and first.failure is None
+        assert first.counts["model_server/requests"] == 1 and first.failure is None
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux")
@@ -384,7 +384,7 @@ async def test_a_coroutine_plays_and_its_errors_are_the_agents() -> None:
 
     config = ProgramConfig(answer="stdout")
     first, second = await play(ProgramAgent(agent, config), lambda *_: "fine", tasks=2)
-    assert first.answer == "it said fine" and first.counts["proxy/branches"] == 1
+    assert first.answer == "it said fine" and first.counts["model_server/branches"] == 1
     assert second.failure is not None and second.failure.boundary is Boundary.AGENT
     assert "lost" in second.failure.message and len(set(keys)) == 2
 
@@ -424,7 +424,7 @@ async def test_counts_are_recorded_and_become_metrics(tmp_path: Path) -> None:
 
     group = Group(one.task, [one])
     metrics = rollout_metrics([group])
-    assert (metrics["proxy/requests"], metrics["proxy/restarts"]) == (2.0, 1.0)
+    assert (metrics["model_server/requests"], metrics["model_server/restarts"]) == (2.0, 1.0)
     path = tmp_path / "groups.parquet"
     write_groups(path, [group], step=0, split="train")
     (read,) = read_groups(path)

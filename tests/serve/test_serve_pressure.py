@@ -214,7 +214,7 @@ async def test_a_token_opens_the_door(http: aiohttp.ClientSession, tmp_path: Pat
                 assert answer.status == status
         for token in (None, "wrong-horse-battery"):
             async with RemoteTools(address, token=token) as tools:
-                with pytest.raises(ConfigError, match="refused us"):
+                with pytest.raises(ConfigError, match=r"rejected the token \(401\)"):
                     await tools.open(context())
         async with RemoteTools(address, token="correct-horse-battery") as tools:
             episode = context()

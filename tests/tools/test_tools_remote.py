@@ -128,7 +128,7 @@ async def test_an_answer_that_makes_no_sense_is_a_failure_of_ours(body: dict[str
         return web.json_response(body)
 
     async with misbehaving(answer) as address, RemoteTools(address) as tools:
-        with pytest.raises(InfraError, match="does not give") as caught:
+        with pytest.raises(InfraError, match="unexpected reply") as caught:
             await tools.call(ToolCall("look"), context())
         assert not caught.value.retriable
 
@@ -171,9 +171,9 @@ async def test_a_server_says_when_to_come_back() -> None:
             {"kind": "failed", "message": "no disk", "started": True, "boundary": "env", "news": 1},
             "no disk",
         ),
-        ({"kind": "failed", "message": "no disk", "started": "perhaps"}, "does not give.*started"),
-        ({"kind": "no such kind", "message": "", "started": False}, "does not give.*kind"),
-        ("no table", "does not give"),
+        ({"kind": "failed", "message": "no disk", "started": "perhaps"}, "unexpected reply.*started"),
+        ({"kind": "no such kind", "message": "", "started": False}, "unexpected reply.*kind"),
+        ("no table", "unexpected reply"),
     ],
 )
 async def test_errors_of_other_versions_are_read_or_named(error: Any, message: str) -> None:

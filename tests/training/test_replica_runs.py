@@ -193,4 +193,4 @@ def test_programs_are_answered_by_engines_elsewhere(tmp_path: Path, staleness: i
     )
     rows = [row for row in RunFolder(tmp_path / "run").metrics() if "step_seconds" in row]
     assert len(rows) == 3 and all(row["failures"] == 0 and row["turns"] == 2 for row in rows)
-    assert all(row["proxy/requests"] == 2 and row["engine/replicas"] == 1 for row in rows)
+    assert all(row["model_server/requests"] == 2 and row["engine/replicas"] == 1 for row in rows)

@@ -27,8 +27,9 @@ class LossInputs:
     logprobs_A: Tensor
     """Under the weights being updated, with their gradient."""
     old_logprobs_A: Tensor
-    """Under the policy that importance ratios are measured by: the engine's own numbers when it sampled, or the
-    trainer's at the start of the step where `rl.correction` compares the two."""
+    """Under the policy that importance ratios are measured by: the engine's own numbers when it sampled; where
+    `rl.correction` compares the two, the trainer's at the start of the step; or, if that step is one update,
+    `logprobs_A` of this very pass, detached (`RLConfig.starts_at_training_pass`)."""
     advantages_A: Tensor
     row_A: Tensor
     """The row each token lies in: whole numbers from 0 within these tokens."""

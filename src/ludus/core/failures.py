@@ -85,9 +85,17 @@ def failed_episodes_warning(failures: Sequence[Failure], played: int, which: str
     """A warning with the number of lost `which` episodes and the reason; None below `NOTABLE_SHARE`."""
     if not failures or len(failures) < NOTABLE_SHARE * played:
         return None
+    return failed_episodes_text(len(failures), played, " and were not scored", failures, which)
+
+
+def failed_episodes_text(
+    failed: int, played: int, then: str, causes: Sequence[Failure], which: str = ""
+) -> str:
+    """How many of the `which` episodes failed, what follows from it (`then`), and the most frequent cause."""
+    why = f" {most_frequent_failure(causes)}" if causes else ""
     return (
-        f"{len(failures)} of {played} {which} episodes ({len(failures) / played:.1%}) failed through no fault "
-        f"of the model's and were not scored. {most_frequent_failure(failures)}"
+        f"{failed} of {played} {which}{' ' if which else ''}episodes ({failed / played:.1%}) failed through no "
+        f"fault of the model's{then}.{why}"
     )
 
 

@@ -100,7 +100,8 @@ def import_object(reference: str) -> Any:
 
 
 def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a package that imports its names when they are first used (SPEC 1).
+    """`__getattr__` and `__dir__` of a package that imports its names when they are first used
+    (Scientific Python SPEC 1, lazy loading).
 
     The names are those that the package's `if TYPE_CHECKING:` block imports, so there is one list for type
     checkers and for Python. A name must not be that of a submodule, which would hide it once imported.

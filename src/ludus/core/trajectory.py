@@ -304,7 +304,7 @@ def is_success(trajectory: Trajectory, threshold: float = 1.0) -> bool:
 
 
 def is_lost(trajectory: Trajectory) -> bool:
-    """Whether infrastructure left it without a score, as against rewards that gave none."""
+    """True after an infrastructure failure or an abort; False if rewards returned None."""
     return trajectory.failure is not None or trajectory.stop is StopReason.ABORTED
 
 

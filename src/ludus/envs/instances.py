@@ -67,6 +67,10 @@ class PoolConfig(Config):
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments that instances are made with, by name: those of the environment's class."""
 
+    def gives_up(self, attempt: int, error: Exception) -> bool:
+        """Whether no other instance is tried after this attempt, counted from 1."""
+        return attempt > self.reset_retries or is_final(error)
+
 
 def checked_options(
     factory: Callable[..., Any], name: str, options: Mapping[str, Any]
@@ -157,7 +161,7 @@ class InstanceFactory:
                 self.failures += 1
                 if not isinstance(error, LudusError):
                     log_once(_log, f"making the environment {self._name!r}", error)
-                if attempt > self._config.reset_retries or is_final(error):
+                if self._config.gives_up(attempt, error):
                     raise
         set_own_thread(env, thread)
         instance = Instance(env, time.monotonic(), thread=thread)

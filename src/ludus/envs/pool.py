@@ -306,7 +306,7 @@ class EnvPool:
         self._instances.failures += 1
         if not isinstance(error, InfraError):
             log_once(_log, f"resetting the environment {self.name!r}", error)
-        if attempt > self._config.reset_retries or is_final(error):
+        if self._config.gives_up(attempt, error):
             why = error_with_location(error)
             if isinstance(error, TimeoutError):
                 why = f"it took more than {self.reset_timeout:g} seconds ({self._reset_limit})"

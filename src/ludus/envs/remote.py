@@ -28,7 +28,7 @@ from ludus.envs.env import Env, Observation, Step, observation_from_json
 from ludus.envs.tools import ForwardedTool
 from ludus.tools import Tool
 from ludus.tools.remote import RemoteTools
-from ludus.tools.remote_http import nonsense, normalized
+from ludus.tools.remote_http import normalized, protocol_error
 from ludus.tools.wire import spec_from_json
 
 
@@ -134,7 +134,7 @@ class RemoteEnv(Env):
             vars(self)["step_rewards"] = described["step_rewards"]
             vars(self)["show_actions"] = described["show_actions"]
         except (KeyError, TypeError) as error:
-            raise nonsense(f"/v1/envs: {error!r}") from error
+            raise protocol_error(f"/v1/envs: {error!r}") from error
         self._remote = tools
         self._context: ToolContext | None = None
         self._state: Json | None = None
@@ -150,7 +150,7 @@ class RemoteEnv(Env):
         try:
             return observation_from_json(await self._remote.observation(self._context, self._name))
         except ValueError as error:
-            raise nonsense(f"an observation: {error}") from error
+            raise protocol_error(f"an observation: {error}") from error
 
     def tools(self) -> list[Tool]:
         return [ForwardedTool(self, spec, partial(self._forwarded, spec.name)) for spec in self._specs]
@@ -170,14 +170,14 @@ class RemoteEnv(Env):
     async def available_actions(self) -> list[str] | None:
         found = (await self._remote.ask("actions", self._session, self._name)).get("actions")
         if found is not None and not isinstance(found, list):
-            raise nonsense(f"actions: {found!r:.200}")
+            raise protocol_error(f"actions: {found!r:.200}")
         return found
 
     async def fetch_state(self) -> None:
         """Fetch the attributes that rewards may read; the rollout does it when the episode is over."""
         found = (await self._remote.ask("state", self._session, self._name)).get("state")
         if not isinstance(found, dict):
-            raise nonsense(f"state: {found!r:.200}")
+            raise protocol_error(f"state: {found!r:.200}")
         self._state = found
 
     async def close(self) -> None:
@@ -224,6 +224,6 @@ def _split(address: str) -> tuple[str, str | None]:
         return normalized(parts._replace(path=head).geturl()), name or None
     except (ValueError, ConfigError) as error:
         raise ConfigError(
-            f"{address!r} is no address of an environment; write http://host:port, or http://host:port/NAME "
+            f"{address!r} is not a valid environment address; write http://host:port, or http://host:port/NAME "
             "where the server has several"
         ) from error

@@ -247,7 +247,7 @@ def load_env(reference: str) -> Callable[[], Env]:
     scheme, _, what = reference.partition(":")
     if what.startswith("//"):
         raise ConfigError(
-            f"{reference!r} is no address of an environment: {scheme}:// is not spoken; write "
+            f"{reference!r} is not a valid environment address: unsupported scheme {scheme}://; write "
             "http://host:port/NAME or https://... (ludus serve env), agentgym:http://... or openenv:http://..."
         )
     if scheme in ADAPTERS:

@@ -114,20 +114,22 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
     Metric("judge/unanswered", "Attempts that kept a judge from answering, which a control question did not: "
            "they score the minimum.", "share of episodes"),
     Metric("judge/money", "What they cost, by the prices in the model's `budget`.", "per episode"),
-    Metric("proxy/requests", "An agent behind the model server: replies that were recorded.", "per episode"),
-    Metric("proxy/conversations", "Conversations that it began, each a sequence of its own.", "per episode"),
-    Metric("proxy/branches", "Replies that did not continue the end of a sequence: another reply to the same "
-           "messages, or going on from an earlier turn.", "per episode"),
-    Metric("proxy/restarts", "Conversations with replies in them that were not found as they were sampled: the "
-           "client rewrote or shortened them, or the chat template did. Rendered anew, as a sequence of their "
-           "own.", "per episode"),
-    Metric("proxy/retries", "Retries that were answered by what the first request had sampled.",
+    Metric("model_server/requests", "An agent behind the model server: replies that were recorded.",
            "per episode"),
-    Metric("proxy/forwarded", "Requests for models at another address.", "per episode"),
-    Metric("proxy/unrecorded", "Replies that no client was there to take; they are not trained on.",
+    Metric("model_server/conversations", "Conversations that it began, each a sequence of its own.",
            "per episode"),
-    Metric("proxy/temperature_overridden", "Requests for another temperature than the recipe's; they get that.",
+    Metric("model_server/branches", "Replies that did not continue the end of a sequence: another reply to the "
+           "same messages, or going on from an earlier turn.", "per episode"),
+    Metric("model_server/restarts", "Conversations with replies in them that were not found as they were "
+           "sampled: the client rewrote or shortened them, or the chat template did. Rendered anew, as a "
+           "sequence of their own.", "per episode"),
+    Metric("model_server/retries", "Retries that were answered by what the first request had sampled.",
            "per episode"),
+    Metric("model_server/forwarded", "Requests for models at another address.", "per episode"),
+    Metric("model_server/unrecorded", "Replies that no client was there to take; they are not trained on.",
+           "per episode"),
+    Metric("model_server/temperature_overridden", "Requests for another temperature than the recipe's; they "
+           "get that.", "per episode"),
 )  # fmt: skip
 
 TRAINING_METRICS: tuple[Metric, ...] = (

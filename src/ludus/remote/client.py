@@ -99,11 +99,12 @@ class RetryPolicy:
 
     def pause(self, attempt: int, reply: ServerReply | None) -> float:
         """Seconds to wait after this attempt, counted from 0."""
-        return backoff(attempt, self.first_pause, at_least=reply.retry_after if reply else 0.0)
+        wait = reply.retry_after if reply else 0.0
+        return backoff(attempt, self.first_pause, _LONGEST_PAUSE, wait)
 
 
-def backoff(attempt: int, first: float, longest: float = _LONGEST_PAUSE, at_least: float = 0.0) -> float:
-    """Seconds to wait after an attempt, from 0: what the server asked for, and some of a doubling pause."""
+def backoff(attempt: int, first: float = 0.05, longest: float = 5.0, at_least: float = 0.0) -> float:
+    """Seconds to wait after an attempt, from 0: what a server asked for, and some of a doubling pause."""
     pause = min(longest, first * 2 ** min(attempt, 20))
     return at_least + random.uniform(pause / 2, pause)
 

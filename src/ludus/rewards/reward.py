@@ -27,6 +27,7 @@ from ludus.core.failures import Aborted, Boundary, ConfigError, InfraError, Miss
 from ludus.core.task import Task
 from ludus.core.trajectory import Group, Trajectory
 from ludus.core.user_code import defined_at, error_with_location, log_once
+from ludus.remote.client import backoff
 from ludus.remote.threads import threads_for
 from ludus.rewards.scores import (
     DEFAULT_TIMEOUT,
@@ -50,7 +51,6 @@ current_strictness: ContextVar[float | None] = ContextVar("current_strictness", 
 """Its value for the episode that is being scored; None leaves every reward with its own."""
 
 _CONNECTION_RETRIES = 2
-_FIRST_PAUSE = 0.05
 
 
 class CheckedReward:
@@ -83,7 +83,7 @@ async def with_retries(
                     error.attempts = max(error.attempts, attempt)
                     raise
                 raise failure(name, error, attempt, function) from error
-        await asyncio.sleep(_FIRST_PAUSE * 2 ** min(attempt - 1, 6))
+        await asyncio.sleep(backoff(attempt - 1))
 
 
 def _retries_for(error: BaseException, retries: int) -> int:

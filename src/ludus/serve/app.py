@@ -153,7 +153,7 @@ async def serve_until_told(server: AppServer, on_ready: Callable[[str], Awaitabl
 
     def on_signal() -> None:
         if told.is_set():
-            _log.warning("told twice: stopping without waiting for running calls")
+            _log.warning("second signal received: stopping without waiting for running calls")
             os._exit(130)
         told.set()
 

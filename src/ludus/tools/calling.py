@@ -50,8 +50,6 @@ _log = logging.getLogger(__name__)
 
 _MOST_ERROR_CHARS = 2_000
 _GRACE_SECONDS = 1.0
-_FIRST_PAUSE = 0.05
-_LONGEST_PAUSE = 2.0
 
 _FIRST_CALLS = 10
 _CHARS_PER_TOKEN = 64
@@ -79,7 +77,7 @@ async def invoke(tool: Tool, call: partial[Any], limits: OutputLimits) -> ToolRe
                     retriable=False,
                     replay=own.replay and not own.retriable,
                 ) from error
-            await asyncio.sleep(backoff(attempt - 1, _FIRST_PAUSE, _LONGEST_PAUSE))
+            await asyncio.sleep(backoff(attempt - 1))
             continue
         return replace(result, seconds=time.monotonic() - started)
 

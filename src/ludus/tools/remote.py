@@ -36,9 +36,9 @@ from ludus.tools.remote_http import (
     failure_of,
     in_order,
     is_loopback,
-    nonsense,
     normalized,
     own_token,
+    protocol_error,
     result_of,
     unsendable,
 )
@@ -105,7 +105,7 @@ class _RemoteSession:
             }
             self.envs = dict(body.get("envs") or {})
         except (KeyError, TypeError, ValueError) as error:
-            raise nonsense(f"{self.address}: {error!r}") from error
+            raise protocol_error(f"{self.address}: {error!r}") from error
 
 
 @dataclass(slots=True, eq=False)
@@ -208,7 +208,7 @@ class RemoteTools:
                     continue
                 listed = response.body.get("envs")
                 if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
-                    raise nonsense(f"{address}/v1/envs: {listed!r:.200}")
+                    raise protocol_error(f"{address}/v1/envs: {listed!r:.200}")
                 return listed
             budget.unreachable()
             await budget.pause(problem)

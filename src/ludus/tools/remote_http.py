@@ -49,8 +49,6 @@ _OUR_MISTAKE = frozenset(
     {ErrorKind.UNAUTHORIZED, ErrorKind.FORBIDDEN, ErrorKind.NOT_FOUND, ErrorKind.BAD_TASK}
 )
 _FAILURES = frozenset({ErrorKind.FAILED, ErrorKind.UNKNOWN_OUTCOME, ErrorKind.SESSION_LOST})
-_FIRST_PAUSE = 0.05
-_LONGEST_PAUSE = 5.0
 _FIRST_CONTACT_SECONDS = 10.0
 _SAY_AFTER_SECONDS = 5.0
 _SAY_AGAIN_SECONDS = 60.0
@@ -244,7 +242,7 @@ class RetryBudget:
             if self._http.has_answered:
                 raise InfraError(Boundary.SERVER, message, attempts=self.attempts)
             raise self.never_reached(message)
-        delay = backoff(max(0, self.attempts - 1), _FIRST_PAUSE, _LONGEST_PAUSE, at_least)
+        delay = backoff(max(0, self.attempts - 1), at_least=at_least)
         await asyncio.sleep(min(delay, self.seconds_left))
 
     def too_late(self) -> InfraError:
@@ -271,7 +269,7 @@ def normalized(address: str) -> str:
     except ValueError:
         valid = False
     if not valid or parts.query or parts.fragment or parts.username:
-        raise ConfigError(f"{address!r} is no address of a tool server; write http://host:port")
+        raise ConfigError(f"{address!r} is not a valid tool server address; write http://host:port")
     return full.rstrip("/")
 
 
@@ -319,7 +317,7 @@ def result_of(reply: ServerResponse) -> ToolResult:
     try:
         return result_from_json(reply.body, reply.content)
     except (TypeError, ValueError) as error:
-        raise nonsense(error) from error
+        raise protocol_error(error) from error
 
 
 def error_of(reply: ServerResponse) -> ErrorBody:
@@ -331,7 +329,7 @@ def error_of(reply: ServerResponse) -> ErrorBody:
         # a newer server may say more
         return decode(_ERROR, {name: said[name] for name in ErrorBody.model_fields if name in said})
     except ValueError as problem:
-        raise nonsense(f"status {reply.status}, {problem}") from problem
+        raise protocol_error(f"status {reply.status}, {problem}") from problem
 
 
 def failure_of(error: ErrorBody, attempts: int, address: str) -> Exception:
@@ -339,14 +337,14 @@ def failure_of(error: ErrorBody, attempts: int, address: str) -> Exception:
     kind, message = error.kind, error.message
     if kind is ErrorKind.UNAUTHORIZED:
         return ConfigError(
-            f"{address} refused us: it wants its token, and ours is missing or another one. Set LUDUS_TOKEN to "
-            "the server's, or name a file that holds it: for an environment, [agent.pools.NAME] options = "
+            f"{address} rejected the token (401): none was sent, or not the server's. Set LUDUS_TOKEN to the "
+            "server's, or name a file that holds it: for an environment, [agent.pools.NAME] options = "
             '{ token_file = "FILE" }; for tools, { tool = "ADDRESS", token = "..." }. The server has the '
             "LUDUS_TOKEN or the --token-file that it was started with; or the line that it printed names a "
             "token_file"
         )
     if kind in _OUR_MISTAKE:
-        return ConfigError(f"the tool server refused us: {message}")
+        return ConfigError(f"the tool server rejected the request: {message}")
     if kind in _FAILURES:
         tried = error.attempts if kind is ErrorKind.FAILED else attempts
         boundary = error.boundary or Boundary.SERVER
@@ -356,7 +354,7 @@ def failure_of(error: ErrorBody, attempts: int, address: str) -> Exception:
     return InfraError(Boundary.SERVER, message, attempts=attempts, retriable=again)
 
 
-def nonsense(what: object) -> InfraError:
-    """Something answers at the address, but not a tool server that we understand."""
-    message = f"an answer that a tool server of this version does not give: {what}"
+def protocol_error(what: object) -> InfraError:
+    """Something answers at the address, but not as a tool server of this version does."""
+    message = f"unexpected reply from the tool server (is it of another version?): {what}"
     return InfraError(Boundary.SERVER, message, retriable=False)

@@ -229,8 +229,8 @@ class RolloutController:
         for outcome in outcomes:
             plan = self._plans[outcome.ordinal]
             group = outcome.group or _failed_group(plan, outcome, self._settings.attempts)
-            is_lost = group.trajectories and all(t.failure is not None for t in group.trajectories)
-            if is_lost and self.ledger.max_tries > 1:
+            all_failed = group.trajectories and all(t.failure is not None for t in group.trajectories)
+            if all_failed and self.ledger.max_tries > 1:
                 self._fail(plan, group)
             else:
                 self._finish(plan, group)

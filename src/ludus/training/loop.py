@@ -217,7 +217,7 @@ class Trainer:
         if not stage.config.learns:
             self._log(stage.phase, self.progress.step, self.progress.step, metrics)
             return
-        self._log(self._phase(stage), self.progress.done, stage.steps, metrics)
+        self._log(stage.phase, self.progress.done, stage.steps, metrics)
 
     def _warn_of_failures(self, groups: Sequence[Group], which: str) -> None:
         """Say that episodes are lost, once for each place where they are."""
@@ -240,14 +240,6 @@ class Trainer:
             self._warned.add(f"solved: {is_solved}")
             level = logging.INFO if is_solved else logging.WARNING
             log.log(level, "%s", no_signal_text(metrics, f"in {self._silent} steps in a row"))
-
-    def _phase(self, stage: Stage[Any]) -> str:
-        """Name of the stage for people: numbered, where there are several of its kind."""
-        number = self.progress.stage
-        titles = [config.title for config in self.recipe.stages]
-        alike = [place for place, title in enumerate(titles) if title == titles[number]]
-        place = f" ({alike.index(number) + 1} of {len(alike)})" if len(alike) > 1 else ""
-        return f"{stage.phase}{place}"
 
     async def _evaluate_between(self, stage: Stage[Any]) -> None:
         """Evaluate if it is time to in the midst of a stage; at its end it always is."""

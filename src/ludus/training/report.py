@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from ludus.core.failures import NOTABLE_SHARE, Failure, most_frequent_failure
+from ludus.core.failures import NOTABLE_SHARE, Failure, failed_episodes_text
 from ludus.core.trajectory import Trajectory, is_success
 from ludus.observe import (
     LOSSES,
@@ -118,17 +118,9 @@ def stage_of(step: int, recipe: Recipe) -> str:
         if step == start:
             return before
         if step < end:
-            return f"after {step - start} steps of {_name(number, recipe)}"
-        before = f"after {_name(number, recipe)}"
+            return f"after {step - start} steps of {recipe.stage_title(number)}"
+        before = f"after {recipe.stage_title(number)}"
     return before
-
-
-def _name(number: int, recipe: Recipe) -> str:
-    """Name of a stage, numbered where there are several of its kind."""
-    titles = [config.title for config in recipe.stages]
-    title = titles[number]
-    many = titles.count(title) > 1
-    return f"{title} {titles[:number].count(title) + 1}" if many else title
 
 
 def _held_out(measured: Collection[Mapping[str, float]], recipe: Recipe) -> ReportTable:
@@ -160,7 +152,7 @@ def _losses(run: RunFolder, recipe: Recipe) -> ReportTable:
         own = [row for row in rows if start < row["step"] <= end]
         losses = [row[name] for row in own for name in LOSSES if row.get(name) is not None]
         if losses:
-            found.append([_name(number, recipe), config.total_steps, losses[0], losses[-1]])
+            found.append([recipe.stage_title(number), config.total_steps, losses[0], losses[-1]])
     return ReportTable(("stage", "steps", "loss at first", "loss at the end"), found)
 
 
@@ -200,12 +192,9 @@ def _warnings(run: RunFolder) -> list[str]:
         counted = [_episodes_of(row, split) for row in rows]
         played, failed = (sum(column) for column in zip(*counted, strict=True)) if counted else (0, 0)
         if failed and failed >= NOTABLE_SHARE * played:
+            then = " and were not scored: what was measured is over the others"
             causes = list(_failures(run, split))
-            why = f" {most_frequent_failure(causes)}" if causes else ""
-            found.append(
-                f"{failed} of {played} {which} episodes ({share_text(failed / played)}) failed through no "
-                f"fault of the model's and were not scored: what was measured is over the others.{why}"
-            )
+            found.append(failed_episodes_text(failed, played, then, causes, which))
     reinforced = [row for row in rows if row.get("no_signal") is not None]
     silent = [row for row in reinforced if row["no_signal"]]
     if len(silent) < len(reinforced):  # it has learned: what it has solved by now is no trouble

@@ -105,10 +105,10 @@ def _no_signal(rows: Rows) -> Iterator[Finding]:
     recent = [row for row in rows if "no_signal" in row][-_RECENT:]
     silent = [row for row in recent if row["no_signal"]]
     idle = _column(recent, "without_advantage")
-    is_lost = (
+    never_succeeds = (
         len(silent) == len(recent) and _recent(recent, "success") == 0
     )  # plain from the first step on
-    is_silent = (len(recent) >= 3 and len(silent) >= 0.5 * len(recent)) or is_lost
+    is_silent = (len(recent) >= 3 and len(silent) >= 0.5 * len(recent)) or never_succeeds
     if not is_silent and not (len(idle) >= 3 and _mean(idle) >= 0.9):
         return
     usual = {n: _recent(silent if is_silent else recent, n) for n in ("success", "reward", "reward_std")}

@@ -24,7 +24,7 @@ SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Tools", ("tool_calls", "invalid_call_share", "tool/", "fault_share/", "fault/", "invalid_calls")),
     ("Policy", ("entropy", "kl", "clip_fraction", "ratio_", "gradient_norm", "loss", "learning_rate",
                 "updates", "ess")),
-    ("Lengths", ("tokens/", "action_tokens", "turns", "prefix_sharing", "proxy/", "tree/")),
+    ("Lengths", ("tokens/", "action_tokens", "turns", "prefix_sharing", "model_server/", "tree/")),
     ("Signal", ("no_signal", "without_advantage", "groups_without_signal", "reward_std", "refilled",
                 "masked", "broken/")),
     ("Engine and trainer", ("logprob_difference_", "lag_", "versions_per_episode", "policy_version",

@@ -411,8 +411,8 @@ class RemoteEngine(ServerEngine):
 
     def _untrainable(self) -> EngineError:
         return EngineError(
-            f"{self.address} can be evaluated and not trained: its weights are elsewhere, and what it said "
-            "has no log-probabilities. Name a model's folder or hub name as model.name",
+            f"{self.address} can be evaluated and not trained: its weights are elsewhere, and it returns "
+            "no log-probabilities. Name a model's folder or hub name as model.name",
             retriable=False,
         )
 

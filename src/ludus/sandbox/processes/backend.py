@@ -7,6 +7,10 @@ Who waits for whom. An execution waits for capacity (`max_sessions`), then for a
 `max_starting` starting executions: those in their first 30 milliseconds, which is when they cost CPU time;
 older ones mostly sleep and do not delay others. A worker that dies is replaced; executions that were in it are
 run again elsewhere, and its sessions are lost (`SessionLost`).
+
+This does not use `remote/supervisor.py`: a worker that cannot be started fails the executions that wait for
+one at once, and the next execution tries again, whereas a `Supervisor` retries on its own while its callers
+wait; and the first worker is the one that `prepare` has tried the isolation layers with.
 """
 
 from __future__ import annotations
@@ -260,11 +264,11 @@ class ProcessBackend(SandboxBackend):
             self._idle = {slot: since for slot, since in self._idle.items() if slot.worker is not worker}
             if not self._closed:
                 self.replaced += 1
-                self._later(self._replace(worker))
+                self._later(worker.close())
+                self._later(self._replace())
 
-    async def _replace(self, dead: SandboxWorker) -> None:
+    async def _replace(self) -> None:
         """Start a new worker in place of a dead one; if that fails, so do the callers that wait for one."""
-        await dead.close()
         try:
             await self.start()
         except Exception as error:  # noqa: BLE001 - raised in the callers that wait

@@ -18,8 +18,14 @@ from ludus.core.images import MOST_PIXELS
 from ludus.core.messages import Json
 from ludus.serve.admission import Admission, WorkBudget
 from ludus.serve.app import check_exposure, check_token
-from ludus.serve.model.requests import LONG, ModelReply, ModelRequest, check_images, refuse_images
-from ludus.serve.model.server import Incoming
+from ludus.serve.model.requests import (
+    LONG,
+    Incoming,
+    ModelReply,
+    ModelRequest,
+    check_images,
+    refuse_images,
+)
 from ludus.serve.model.streams import LiveReplies
 from ludus.serve.service import ServerConfig
 from ludus.serve.telemetry import ModelMetrics

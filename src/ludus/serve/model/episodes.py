@@ -36,8 +36,17 @@ from ludus.rollouts.message_tree import MessageTree, SampledTurn
 from ludus.rollouts.recorder import BudgetUsedUp
 from ludus.serve.admission import WorkBudget
 from ludus.serve.app import check_token
-from ludus.serve.model.requests import LONG, ModelReply, ModelRequest, check_images, refuse_images
-from ludus.serve.model.server import Forwarded, Incoming, reward_number, unknown_model
+from ludus.serve.model.requests import (
+    LONG,
+    Forwarded,
+    Incoming,
+    ModelReply,
+    ModelRequest,
+    check_images,
+    refuse_images,
+    reward_number,
+    unknown_model,
+)
 from ludus.serve.model.streams import LiveReplies
 from ludus.serve.telemetry import ModelMetrics
 
@@ -328,7 +337,9 @@ class EpisodeSession:
             self.tree.reward(self._reward)
         unrecorded = sum(not one.is_recorded for one in self._sampling.values())
         counts = {**self.tree.counts, **self.counts, "unrecorded": unrecorded}
-        self.tree.trajectory.counts.update({f"proxy/{name}": value for name, value in counts.items()})
+        self.tree.trajectory.counts.update(
+            {f"model_server/{name}": value for name, value in counts.items()}
+        )
 
 
 class EpisodeService:

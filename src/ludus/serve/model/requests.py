@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from aiohttp import web
 
 from ludus.chat.api_fields import ApiError, bad
 from ludus.chat.streaming import Reply
@@ -14,6 +17,7 @@ from ludus.core.generation import Completion, FinishReason
 from ludus.core.images import ImageError
 from ludus.core.messages import Json, Message, ToolCall, ToolSpec
 from ludus.core.tokenizer import ImageTokens
+from ludus.rewards.scores import MOST_REWARD
 from ludus.serve.admission import WorkBudget
 
 MOST_STOPS = 16
@@ -53,6 +57,30 @@ class ModelRequest:
     def place(self, number: int) -> str:
         """Where a message stands in the body."""
         return self.places[number] if number < len(self.places) else f"{self.messages_field}[{number}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """The HTTP request without its body."""
+
+    path: str
+    digest: bytes
+    """Digest of its path and body: equal for a retry."""
+    is_retry: bool
+    reward: float | None = None
+    """The reward of the turn that this request goes on from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forwarded:
+    """The answer of another server, handed on as it is."""
+
+    status: int
+    content_type: str
+    body: bytes
+
+    def response(self) -> web.Response:
+        return web.Response(body=self.body, status=self.status, content_type=self.content_type)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,3 +256,24 @@ async def check_images(request: ModelRequest, images: ImageTokens | None, pixels
 def arguments_text(call: ToolCall) -> str:
     """A call's arguments as clients get them."""
     return json.dumps(call.arguments, ensure_ascii=False)
+
+
+def unknown_model(name: str, known: Sequence[str]) -> ApiError:
+    """A model that is not served."""
+    listed = ", ".join(known)
+    message = f"the model {name!r:.100} does not exist here; there are: {listed}"
+    return ApiError(404, message, code="model_not_found", param="model")
+
+
+def reward_number(value: Any, name: str, *, is_text: bool = False) -> float:
+    """A reward that a client sent, as a number of JSON or in a header's text."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if isinstance(value, bool) or isinstance(value, str) != is_text or not abs(number) <= MOST_REWARD:
+        bounds = f"between {-MOST_REWARD:,.0f} and {MOST_REWARD:,.0f}"
+        is_large = isinstance(value, int) and not isinstance(value, bool)
+        shown = "a larger one" if is_large else f"{value!r:.40}"
+        raise bad(f"{name} must be a number {bounds}, not {shown}", name)
+    return number

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import re
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Protocol
 
 from aiohttp import web
 
@@ -25,13 +24,20 @@ from ludus.core.failures import Aborted, ConfigError, InfraError
 from ludus.core.images import ImageError
 from ludus.core.messages import Json
 from ludus.core.strict_json import BadJson, read_object
-from ludus.rewards.scores import MOST_REWARD
 from ludus.rollouts.recorder import BudgetUsedUp
 from ludus.serve.admission import RequestError, Running
 from ludus.serve.app import AppServer, HttpApi, bearer_token, beside_the_loop, json_response
 from ludus.serve.model.anthropic import ANTHROPIC
 from ludus.serve.model.chat import CHAT
-from ludus.serve.model.requests import Dialect, ModelReply, ModelRequest
+from ludus.serve.model.requests import (
+    Dialect,
+    Forwarded,
+    Incoming,
+    ModelReply,
+    ModelRequest,
+    reward_number,
+    unknown_model,
+)
 from ludus.serve.model.responses import RESPONSES
 from ludus.serve.model.streams import EventResponse, EventStream, LiveReplies
 from ludus.serve.service import ServerConfig
@@ -45,30 +51,6 @@ _COMPLETIONS = {"/v1/chat/completions": CHAT, "/v1/responses": RESPONSES, "/v1/m
 _HEALTH = ("/healthz", "/readyz")
 _TOLD = (ApiError, RequestError, BudgetUsedUp, InfraError, ConfigError, Aborted, ImageError)
 """Errors that are sent to clients, in the API's own form."""
-
-
-@dataclass(frozen=True, slots=True)
-class Incoming:
-    """The HTTP request without its body."""
-
-    path: str
-    digest: bytes
-    """Digest of its path and body: equal for a retry."""
-    is_retry: bool
-    reward: float | None = None
-    """The reward of the turn that this request goes on from."""
-
-
-@dataclass(frozen=True, slots=True)
-class Forwarded:
-    """The answer of another server, handed on as it is."""
-
-    status: int
-    content_type: str
-    body: bytes
-
-    def response(self) -> web.Response:
-        return web.Response(body=self.body, status=self.status, content_type=self.content_type)
 
 
 class ModelCaller(Protocol):
@@ -294,13 +276,6 @@ def _dialect(request: web.Request) -> Dialect:
     return _COMPLETIONS.get(request.path, CHAT)
 
 
-def unknown_model(name: str, known: Sequence[str]) -> ApiError:
-    """A model that is not served."""
-    listed = ", ".join(known)
-    message = f"the model {name!r:.100} does not exist here; there are: {listed}"
-    return ApiError(404, message, code="model_not_found", param="model")
-
-
 def _model(name: str) -> Json:
     about = {"object": "model", "created": 0, "owned_by": "ludus"}
     return {
@@ -340,17 +315,3 @@ def _json(data: bytearray) -> Json:
         return read_object(data)
     except BadJson as error:
         raise bad(f"the body cannot be read: {error}") from None
-
-
-def reward_number(value: Any, name: str, *, is_text: bool = False) -> float:
-    """A reward that a client sent, as a number of JSON or in a header's text."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if isinstance(value, bool) or isinstance(value, str) != is_text or not abs(number) <= MOST_REWARD:
-        bounds = f"between {-MOST_REWARD:,.0f} and {MOST_REWARD:,.0f}"
-        is_large = isinstance(value, int) and not isinstance(value, bool)
-        shown = "a larger one" if is_large else f"{value!r:.40}"
-        raise bad(f"{name} must be a number {bounds}, not {shown}", name)
-    return number

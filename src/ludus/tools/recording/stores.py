@@ -342,7 +342,7 @@ class RedisStore:
                 socket_connect_timeout=self.timeout,
             )
         except ValueError as error:
-            raise ConfigError(f"{self.where} is no address of a Redis server: {error}") from None
+            raise ConfigError(f"{self.where} is not a valid Redis address: {error}") from None
         return _RedisClient(redis.Redis.from_pool(pool))
 
     async def _run(self, action: Callable[[Any], Awaitable[Any]]) -> Any:

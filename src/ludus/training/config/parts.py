@@ -118,7 +118,7 @@ def _shown(factory: Any) -> str:
 
 
 AGENTS = Registry("agent", group="ludus.agents")
-"""Agents of higher rooms: `program` plays a command or function through the model server."""
+"""Agents registered by entry point: `program` plays a command or function through the model server."""
 
 
 def load_parts(recipe: Recipe) -> Parts:

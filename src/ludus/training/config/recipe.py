@@ -200,6 +200,13 @@ class Recipe(Config):
             for number, stage in enumerate(self.stages)
         ]
 
+    def stage_title(self, number: int) -> str:
+        """Name of a stage in sentences, numbered where several have it: `RL (1 of 2)`."""
+        titles = [stage.title for stage in self.stages]
+        title, before = titles[number], titles[: number + 1]
+        alike = titles.count(title)
+        return f"{title} ({before.count(title)} of {alike})" if alike > 1 else title
+
     @property
     def stage_spans(self) -> list[tuple[StageConfig, int, int]]:
         """The stages, each with the number of steps that are done before it and at its end."""

@@ -355,7 +355,7 @@ def _check_sampled(batch: Batch) -> None:
     unknown = int((~sampled_A.isfinite()).sum())
     if unknown:
         raise ConfigError(
-            f"the engine reported no log-probability for {unknown} of {len(sampled_A)} tokens that were said, "
+            f"the engine reported no log-probability for {unknown} of {len(sampled_A)} sampled tokens, "
             "as servers that answer in text do not: such episodes can be evaluated and imitated (sft, "
             "rejection), not reinforced"
         )

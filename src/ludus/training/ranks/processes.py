@@ -106,8 +106,8 @@ class StopWatch:
             return
         assert self.told is not None
         print(
-            f"ludus: told to stop ({self.told.name}), and what is connected as another trainer rank neither "
-            "answered nor ended: the run ends here, and can go on from its last checkpoint (--resume)",
+            f"ludus: told to stop ({self.told.name}), and a process connected as another trainer rank "
+            "neither answered nor ended: the run ends here, and can go on from its last checkpoint (--resume)",
             file=sys.stderr,
             flush=True,
         )

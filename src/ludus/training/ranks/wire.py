@@ -115,7 +115,7 @@ class SignedStore:
                     given[peer], self._signature(f"{number}: {peer} to {rank}", drawn)
                 ):
                     raise StrangerError(
-                        f"what is connected as trainer rank {peer} does not have this run's key: a process "
+                        f"the process connected as trainer rank {peer} does not have this run's key: a process "
                         "that is no rank of this run has taken its place"
                     )
 
@@ -354,7 +354,7 @@ def _value(given: Any, body: memoryview) -> Any:
         found = _class(what[0])
         if _travels(found):
             return _filled(found, {name: _value(one, body) for name, one in what[1].items()})
-    raise TypeError(f"a step has a {kind} that is not what it is said to be")
+    raise TypeError(f"unknown or unexpected type in a step message: {kind!r:.100}")
 
 
 def _class(reference: str) -> type:

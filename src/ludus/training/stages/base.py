@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import nn
 
-from ludus.core.failures import ConfigError, LudusError, most_frequent_failure
+from ludus.core.failures import ConfigError, LudusError, failed_episodes_text
 from ludus.core.messages import Json
 from ludus.core.random import key
 from ludus.core.trajectory import Group, Trajectory
@@ -58,7 +58,7 @@ class Stage(Generic[C]):
         self.folder = folder
         """A place in the run's folder for what outlives checkpoints, such as a reference model."""
         self.config = config
-        self.phase = config.title.removeprefix("the ")
+        self.phase = context.recipe.stage_title(int(folder.name)).removeprefix("the ")
         """Name of the stage on a progress bar."""
         self.steps = config.total_steps
         self.seed = _seed(context.recipe, int(folder.name))
@@ -230,8 +230,9 @@ def check_failures(groups: Sequence[Group], max_failures: float, *, scored: bool
         )
     if played and len(failures) / played > max_failures:
         raise LudusError(
-            f"{len(failures)} of {played} episodes failed through no fault of the model's, more than "
-            f"max_failures = {max_failures:g} allows. {most_frequent_failure(failures)}"
+            failed_episodes_text(
+                len(failures), played, f", more than max_failures = {max_failures:g} allows", failures
+            )
         )
 
 
