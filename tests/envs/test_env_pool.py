@@ -137,6 +137,28 @@ async def test_cancelled_waiters_leak_nothing():
     await pool.close()
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_an_acquisition_cancelled_at_any_moment_loses_no_instance(is_async: bool):
+    async def made() -> Counter:
+        return Counter()
+
+    threads, ticks, is_over = threading.active_count(), 0, False
+    while not is_over:
+        pool = EnvPool(made if is_async else Counter, size=1)
+        acquiring = asyncio.ensure_future(pool.acquire("a", TASK))
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+            time.sleep(0.002)  # noqa: ASYNC251 - a thread gets ahead of the event loop
+        is_over, ticks = acquiring.done(), ticks + 1
+        acquiring.cancel()
+        await asyncio.gather(acquiring, return_exceptions=True)
+        await pool.close()
+        assert pool.stats.created == pool.stats.closed
+    assert ticks > 3
+    await until(lambda: all(one.closes == 1 for one in Counter.all))  # one in a thread may come late
+    await until(lambda: threading.active_count() <= threads + 1)  # the shared one
+
+
 async def test_releasing_is_idempotent_and_works_while_being_cancelled():
     pool = EnvPool(Counter, size=1)
     inside = asyncio.Event()

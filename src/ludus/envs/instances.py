@@ -149,15 +149,19 @@ class InstanceFactory:
 
     async def make(self) -> Instance:
         """A new instance; a factory that fails is tried again."""
-        attempt, thread = 0, None
+        attempt = 0
         while True:
             attempt += 1
+            has_thread = self._isolation != "none"
+            thread = ThreadExecutor(1, name=f"env-{self._name}", keep_idle=True) if has_thread else None
             try:
-                if self._isolation != "none":
-                    thread = ThreadExecutor(1, name=f"env-{self._name}", keep_idle=True)
                 env = as_env(await self._build(thread or shared_threads()), self._name)
                 break
-            except Exception as error:
+            except BaseException as error:
+                if thread is not None:
+                    await thread.close()
+                if not isinstance(error, Exception):
+                    raise
                 self.failures += 1
                 if not isinstance(error, LudusError):
                     log_once(_log, f"making the environment {self._name!r}", error)
@@ -172,12 +176,13 @@ class InstanceFactory:
     async def _build(self, threads: ThreadExecutor) -> Any:
         if inspect.iscoroutinefunction(self._factory):
             return await call_env(self._factory, timeout=self._config.reset_timeout)
-        is_wanted, guard = True, threading.Lock()
+        is_wanted, guard, built = True, threading.Lock(), list[Any]()
 
         def build() -> Any:
             env = self._factory()
             with guard:
                 if is_wanted:
+                    built.append(env)
                     return env
             _close_now(env)  # it came after its deadline, and no caller has it
             return None
@@ -191,6 +196,8 @@ class InstanceFactory:
         except BaseException:
             with guard:
                 is_wanted = False
+            if built:  # cancelled when it was there and not yet handed over
+                await threads.run(_close_now, built[0], timeout=self._config.close_timeout)
             raise
 
     async def is_healthy(self, instance: Instance) -> bool:

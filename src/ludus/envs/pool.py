@@ -333,6 +333,13 @@ class EnvPool:
         try:
             return await making
         except BaseException as error:
+            if making.done() and not making.cancelled() and making.exception() is None:
+                made = making.result()  # cancelled when it was there and not yet handed over
+                if self._is_closed:
+                    self._start(self._close(made))
+                else:
+                    self._keep(made)
+                raise
             self._alive -= 1
             if self._is_closed:
                 raise self._closed_error() from None
