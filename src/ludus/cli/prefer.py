@@ -118,10 +118,9 @@ def _ask_person(
     try:
         for number, pair in enumerate(pairs, start=1):
             console.rule(f"{number} of {len(pairs)} · task {printable(pair.first.task.id)}")
-            console.print(Text(printable(transcript(pair.first.task.messages))))
-            asked = len(pair.first.task.messages)
+            console.print(Text(printable(transcript(pair.first.asked))))
             sides = [
-                Panel(Text(printable(transcript(one.messages[asked:]))), title=title)
+                Panel(Text(printable(transcript(one.messages[len(one.asked) :]))), title=title)
                 for one, title in ((pair.first, "1"), (pair.second, "2"))
             ]
             console.print(Columns(sides, equal=True, expand=True))

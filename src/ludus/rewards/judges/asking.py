@@ -108,8 +108,13 @@ def numbered(name: str, texts: Sequence[str]) -> dict[str, str]:
     return {f"{name}-{number}": text for number, text in enumerate(texts, start=1)}
 
 
+def asked_in(trajectory: Trajectory, task: Task) -> Sequence[Message]:
+    """The task as the model read it: a program may bring a system prompt of its own."""
+    return trajectory.asked or task.messages
+
+
 def done_in(trajectory: Trajectory, task: Task) -> list[Message]:
-    return trajectory.messages[len(task.messages) :] or trajectory.messages
+    return trajectory.messages[len(asked_in(trajectory, task)) :] or trajectory.messages
 
 
 def shortened(text: str, most: int) -> str:
@@ -244,6 +249,16 @@ class Asking:
         _note_cost(found, judged)
         return found.value
 
+    def note_unanswered(self, judged: Sequence[Trajectory], error: ChatError) -> None:
+        """These episodes keep the judge from answering."""
+        for trajectory in judged:
+            trajectory.counts[UNANSWERED] = trajectory.counts.get(UNANSWERED, 0.0) + 1.0
+            log.warning(
+                "%r: attempt %d at task %s keeps the judge from answering, which a control question does not, "
+                "and scores the minimum: %.300s",
+                *(self.name, trajectory.attempt, trajectory.task.id, error),
+            )
+
     async def close(self) -> None:
         await self.chat_model.close()
 
@@ -309,16 +324,6 @@ class AskingReward(Asking, OptionsReward):
             raise error from again
         self._controls[trajectory.task.id] = time.monotonic()
 
-    def note_unanswered(self, judged: Sequence[Trajectory], error: ChatError) -> None:
-        """These episodes keep the judge from answering."""
-        for trajectory in judged:
-            trajectory.counts[UNANSWERED] = trajectory.counts.get(UNANSWERED, 0.0) + 1.0
-            log.warning(
-                "%r: attempt %d at task %s keeps the judge from answering, which a control question does not, "
-                "and scores the minimum: %.300s",
-                *(self.name, trajectory.attempt, trajectory.task.id, error),
-            )
-
     def state_dict(self) -> dict[str, Any]:
         """The cost so far, so that a budget holds for the whole run and not from one resume to the next."""
         return {"usage": self.usage.state_dict()}
@@ -344,7 +349,7 @@ def harmless(trajectory: Trajectory) -> Trajectory:
 
     Its text is new each time: what a cache remembers does not show that the judge answers now.
     """
-    asked = trajectory.task.messages
+    asked = asked_in(trajectory, trajectory.task)
     text = f"I do not know. ({secrets.token_hex(4)})"
     media = (BLANK_IMAGE,) if any(message.media for message in trajectory.messages) else ()
     turns = sum(message.role == "assistant" for message in trajectory.messages[len(asked) :])

@@ -6,7 +6,8 @@ off. Where one attempt's text keeps the judge from answering (`asking.py`), halv
 until it is found, in about 2 log2(G) questions; it scores 0.
 
 `PairJudge` asks twice, with the two in either order, because judges prefer what they read first. Where the two
-verdicts differ there is none: a tie, which makes no row. A row is what DPO and reward models read: `prompt`,
+verdicts differ there is none: a tie, which makes no row. An attempt that keeps the judge from answering, which
+a harmless one does not, is the worse one. A row is what DPO and reward models read: `prompt`,
 `chosen`, `rejected`, and `dimensions` with what is better in which respect.
 """
 
@@ -34,7 +35,9 @@ from ludus.rewards.judges.asking import (
     CodedVerdict,
     JudgeQuestion,
     Unit,
+    asked_in,
     common_prefix,
+    done_in,
     fair_limit,
     harmless,
     listed,
@@ -296,7 +299,29 @@ class PairJudge(Asking):
         self._meanings = dict(given if isinstance(given, Mapping) else dict.fromkeys(given, ""))
 
     async def prefer(self, pair: AttemptPair) -> PairVerdict:
-        """The verdict on a pair; raises `ChatError` where none can be had."""
+        """The verdict on a pair; an attempt that keeps the judge from answering is worse. Raises `ChatError`
+        where none can be had."""
+        try:
+            return await self._judged(pair)
+        except BudgetExceeded:
+            raise
+        except ChatError as error:
+            broken = [await self._breaks(one) for one in (pair.first, pair.second)]
+            if not any(broken):
+                return await self._judged(pair)
+            if await self._breaks(harmless(pair.first)):
+                raise  # the judge is broken, whatever it is shown
+            worse = [
+                one
+                for one, is_broken in zip((pair.first, pair.second), broken, strict=True)
+                if is_broken
+            ]
+            self.note_unanswered(worse, error)
+            better: Side = "tie" if all(broken) else "second" if broken[0] else "first"
+            reason = "keeps the judge from answering: " + ("both" if all(broken) else flipped(better))
+            return PairVerdict(better, dict.fromkeys(self._meanings, better), reason, self._by)
+
+    async def _judged(self, pair: AttemptPair) -> PairVerdict:
         here, there = await asyncio.gather(
             self._ask(pair.first, pair.second), self._ask(pair.second, pair.first)
         )
@@ -306,7 +331,21 @@ class PairJudge(Asking):
         }
         agrees = here.better == flipped(there.better)
         better: Side = here.better if agrees else "tie"
-        return PairVerdict(better, dimensions, here.reason, f"judge {self.chat_model.name}", agrees)
+        return PairVerdict(better, dimensions, here.reason, self._by, agrees)
+
+    @property
+    def _by(self) -> str:
+        return f"judge {self.chat_model.name}"
+
+    async def _breaks(self, attempt: Trajectory) -> bool:
+        """Whether the judge gives no answer about this attempt beside a harmless one."""
+        try:
+            await self._ask(attempt, harmless(attempt))
+        except BudgetExceeded:
+            raise
+        except ChatError:
+            return True
+        return False
 
     async def _ask(self, first: Trajectory, second: Trajectory) -> PairAnswer:
         def check(answer: PairAnswer) -> None:
@@ -326,11 +365,11 @@ class PairJudge(Asking):
             f"Say it for each of these too:\n{listed(named)}" if named else "",
             self.instructions,
         ]
-        asked, most = first.task.messages, self.most_chars // 2
+        most = self.most_chars // 2
         evidence = {
-            "task": transcript(asked, self.most_chars),
-            "first": transcript(first.messages[len(asked) :], most),
-            "second": transcript(second.messages[len(asked) :], most),
+            "task": transcript(asked_in(first, first.task), self.most_chars),
+            "first": transcript(done_in(first, first.task), most),
+            "second": transcript(done_in(second, second.task), most),
         }
         sides = ", ".join(f'"{name}": "first" | "second" | "tie"' for name in self._meanings)
         form = (

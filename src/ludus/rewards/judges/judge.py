@@ -25,6 +25,7 @@ from ludus.rewards.judges.asking import (
     JudgeQuestion,
     OutOfTen,
     Unit,
+    asked_in,
     done_in,
     fair_limit,
     images,
@@ -128,7 +129,7 @@ class Judge(AskingReward):
 
     def question(self, trajectory: Trajectory, task: Task, rubric: Rubric) -> JudgeQuestion:
         done = done_in(trajectory, task)
-        evidence = {"task": transcript(task.messages, self.most_chars)}
+        evidence = {"task": transcript(asked_in(trajectory, task), self.most_chars)}
         if self.target:
             evidence["expected-answer"] = shortened(str(task.target), self.most_chars)
         evidence["episode"] = shortened(self.shown(trajectory, done), self.most_chars + 200)
@@ -191,13 +192,13 @@ class ModelMatch(AskingReward):
         is_match = bool(answer)
         if not settled:
             verdict = await self.verdict(
-                trajectory, MatchVerdict, lambda shown: self.question((shown.answer or "").strip(), task)
+                trajectory, MatchVerdict, lambda shown: self.question(shown, task)
             )
             is_match = verdict is not None and verdict.match
         score = self.right if is_match else self.wrong
         return {self.name: score, f"{self.name}_asked": float(not settled)}
 
-    def question(self, answer: str, task: Task) -> JudgeQuestion:
+    def question(self, trajectory: Trajectory, task: Task) -> JudgeQuestion:
         targets = task.target if isinstance(task.target, list | tuple) else [task.target]
         system = [
             "You compare an answer with the right one. You are given a question, its right answer (any line of "
@@ -206,9 +207,9 @@ class ModelMatch(AskingReward):
             "several different answers, or a hedge between them, is no match.",
         ]
         evidence = {
-            "question": transcript(task.messages, self.most_chars),
+            "question": transcript(asked_in(trajectory, task), self.most_chars),
             "right-answer": shortened("\n".join(map(str, targets)), self.most_chars),
-            "answer": shortened(answer, self.most_chars),
+            "answer": shortened((trajectory.answer or "").strip(), self.most_chars),
         }
         return question(system, evidence, '"reason": "<a few words>", "match": true or false')
 
@@ -290,7 +291,7 @@ class SemiFormal(AskingReward):
             self.instructions,
         ]
         evidence = {
-            "task": transcript(task.messages, self.most_chars),
+            "task": transcript(asked_in(trajectory, task), self.most_chars),
             "work": transcript(done_in(trajectory, task), self.most_chars),
         }
         form = (
@@ -349,15 +350,16 @@ class ProcessJudge(AskingReward):
                 )
 
         answer = await self.verdict(
-            trajectory, StepsAnswer, lambda shown: self.question(task, items, _steps(task, shown)), check
+            trajectory, StepsAnswer, lambda shown: self.question(shown, task, items), check
         )
         steps: list[list[int]] = [[]] * trajectory.turns if answer is None else answer.steps
         return step_scores(steps, len(items))
 
-    def question(self, task: Task, items: Sequence[str], steps: Sequence[str]) -> JudgeQuestion:
+    def question(self, trajectory: Trajectory, task: Task, items: Sequence[str]) -> JudgeQuestion:
+        steps = _steps(task, trajectory)
         limit = fair_limit(steps, self.most_chars)
         evidence = {
-            "task": transcript(task.messages, self.most_chars),
+            "task": transcript(asked_in(trajectory, task), self.most_chars),
             "checklist": "\n".join(f"{number}. {item}" for number, item in enumerate(items, start=1)),
             **numbered("action", [shortened(step, limit) for step in steps]),
         }
