@@ -163,7 +163,9 @@ def test_none_leaves_an_optional_setting_out() -> None:
     left = Lunch.parse(
         apply_overrides(raw, ["soup=none", "courses=none", "drink=none", "guest=none"]), "here"
     )
-    assert (left.soup, left.courses, left.drink, left.guest) == (None, None, "none", "none")
+    assert (left.soup, left.courses, left.drink, left.guest) == (None, None, "none", None)
+    quoted = [apply_overrides(raw, ['guest="none"']), {**raw, "guest": "none"}]  # or in a file
+    assert [Lunch.parse(one, "here").guest for one in quoted] == ["none", "none"]
     assert Lunch.parse(apply_overrides({}, ["soup=none"]), "here").soup is None
     with pytest.raises(ConfigError, match=r"main: must be a table \(given: 'none'\)"):
         Lunch.parse(apply_overrides(raw, ["main=none"]), "here")

@@ -144,3 +144,19 @@ def test_hostile_sizes_return_at_once(text):
 
 def test_the_end_of_a_long_text_is_what_counts():
     assert numeric("12 " * 10**6 + "= 41", 41) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "answer", "parts"),
+    [
+        ({}, "first 7, then 42", {"numeric": 1.0, "numeric_read": 42.0}),
+        ({"name": "sum"}, "42 or 41", {"sum": 0.0, "sum_read": 41.0}),
+        ({"percent": "plain"}, "42%", {"numeric": 1.0, "numeric_read": 42.0}),
+        ({}, "4200%", {"numeric": 1.0, "numeric_read": 42.0}),
+        ({}, "no idea", {"numeric": 0.0}),
+        ({}, "1e999", {"numeric": 0.0}),  # no float
+    ],
+)
+async def test_the_number_that_was_read_is_a_part(episode, options, answer, parts):
+    one = episode(answer, target=42)
+    assert await numeric.using(**options).score(one, one.task, {}) == parts

@@ -381,6 +381,9 @@ def test_device_and_number_format_are_found(
 
 
 def test_what_a_recipe_says_comes_first() -> None:
+    for other, told in (("mps", "on a Mac on cpu alone"), ("xpu:1", "say one of them")):
+        with pytest.raises(ConfigError, match=told):
+            device_of(ModelConfig(name="any", device=other))
     cpu = torch.device("cpu")
     assert dtype_of(ModelConfig(name="any", dtype="bfloat16"), cpu) == torch.bfloat16
     assert dtype_of(ModelConfig(name="any", dtype="float32"), torch.device("cuda")) == torch.float32

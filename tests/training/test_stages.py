@@ -807,5 +807,7 @@ def test_a_warm_start_of_no_steps_is_left_out() -> None:
     recipe = load_recipe("search", ["warm_start.steps=0"])
     assert [stage.kind for stage in recipe.stages] == ["rl"] and recipe.warm_start is None
     assert [stage.kind for stage in load_recipe("search").stages] == ["sft", "rl"]
+    alone = load_recipe("search", ["rl=none", "tasks.evaluation=none"])
+    assert [stage.kind for stage in alone.stages] == ["sft"] and alone.tasks.evaluation is None
     with pytest.raises(ConfigError, match=r"warm_start\.steps"):
         load_recipe("search", ["warm_start.steps=-1"])

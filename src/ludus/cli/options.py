@@ -68,7 +68,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         help="Settings that replace the recipe's: key=value, table.key=value, stage.0.key=value (stages "
-        "count from 0). key=none leaves an optional table or number out: warm_start=none.",
+        "count from 0). key=none leaves an optional table, number or text out: warm_start=none.",
         show_default=False,
     ),
 ]

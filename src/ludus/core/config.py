@@ -68,8 +68,12 @@ class Config(BaseModel):
     def _no_coercion(cls, raw: Any) -> Any:
         if isinstance(raw, Mapping):
             # TOML has no null, and an override cannot drop a table: "none" leaves an optional setting out
-            left_out = [name for name, field in cls.model_fields.items()
-                        if raw.get(name) == "none" and takes_none(field.annotation)]  # fmt: skip
+            left_out = [
+                name
+                for name, field in cls.model_fields.items()
+                if raw.get(name) == "none"
+                and takes_none(field.annotation, is_bare=isinstance(raw[name], BareWord))
+            ]
             raw = {**raw, **dict.fromkeys(left_out)}
             refuse_coercion(cls, raw)
         return raw
@@ -184,7 +188,7 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> Json:
     """`raw` with each `a.b=value` set; a value is TOML, and what is not TOML is taken as text.
 
     A table of a list is named by its number, from 0: `stage.1.steps=5`. `warm_start=none` leaves an optional
-    table or number out (`Config`).
+    setting out (`Config`); a text that says none is quoted: `run.name="none"`.
     """
     result: Json = _copied(raw)
     for override in overrides:
@@ -266,9 +270,15 @@ def _copied(raw: Any) -> Any:
     return [_copied(value) for value in raw] if isinstance(raw, list | tuple) else raw
 
 
+class BareWord(str):
+    """A text of an override that stands there without quotes."""
+
+    __slots__ = ()
+
+
 def _value(text: str) -> Any:
     try:
         table = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
-        return text.strip()
+        return BareWord(text.strip())
     return table["value"] if len(table) == 1 else text.strip()  # several lines are several keys

@@ -117,11 +117,11 @@ def problem_lines(model: type[BaseModel], problems: Iterable[Any]) -> list[str]:
     ]
 
 
-def takes_none(annotation: Any) -> bool:
-    """Whether a setting is optional, and the text "none" could mean nothing else for it."""
+def takes_none(annotation: Any, *, is_bare: bool) -> bool:
+    """Whether a setting is optional, and the text "none" (`is_bare`: unquoted) can mean nothing else."""
     kinds = set(_kinds(annotation))
     named = {one for kind in kinds if get_origin(kind) is Literal for one in get_args(kind)}
-    return type(None) in kinds and str not in kinds and "none" not in named
+    return type(None) in kinds and (is_bare or str not in kinds) and "none" not in named
 
 
 def refuse_coercion(model: type[BaseModel], raw: Mapping[str, Any]) -> None:

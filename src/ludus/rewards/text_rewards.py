@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
+import math
 import os
 import re
 import resource
@@ -30,7 +31,7 @@ from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
 from ludus.remote.processes import ProcessExecutor
 from ludus.remote.threads import WorkerError
-from ludus.rewards.reward import reward
+from ludus.rewards.reward import FunctionReward, reward
 from ludus.rewards.scores import OptionsReward, Parts
 
 T = TypeVar("T")
@@ -197,7 +198,17 @@ def token_f1(one: str, other: str) -> float:
 # Formulas are not computed (in "2^10" the last number is 10); use `maths` for those.
 
 
-@reward
+class NumberReward(FunctionReward):
+    """A reward on the last number of the answer, which is logged as `<name>_read`."""
+
+    async def score(self, trajectory: Trajectory, task: Task, envs: Mapping[str, Any]) -> Parts:
+        parts = await super().score(trajectory, task, envs)
+        found = last_number(trajectory.answer or "", self.options.get("percent", "ratio"))
+        read = math.nan if found is None else float(found)
+        return {**parts, f"{self.name}_read": read} if math.isfinite(read) else parts
+
+
+@NumberReward
 def numeric(
     answer: str,
     target: Any,
@@ -209,7 +220,8 @@ def numeric(
     """1 if the last number in the answer equals the target (any of them, if there are several).
 
     Without `rel_tol`, integers must be equal, and other numbers agree to one part in a million. "50%" is
-    0.5, or 50 with `percent="plain"`. A target may be a number, or text whose last number counts.
+    0.5, or 50 with `percent="plain"`. A target may be a number, or text whose last number counts. The part
+    `numeric_read` is the number that was read.
     """
     several = target if isinstance(target, list | tuple) else [target]
     wanted = [_target(one, percent) for one in several]

@@ -157,11 +157,16 @@ class Recipe(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_warm_start(cls, raw: Any) -> Any:
-        """`warm_start.steps = 0` leaves the warm start out, as `rl.steps = 0` does RL."""
-        first = raw.get("warm_start") if isinstance(raw, Mapping) else None
-        is_left_out = isinstance(first, Mapping) and first.get("steps") == 0
-        return {**raw, "warm_start": None} if is_left_out else raw
+    def _without_stages(cls, raw: Any) -> Any:
+        """No steps, or none, leave out the warm start as well as RL."""
+        if not isinstance(raw, Mapping):
+            return raw
+        first, left_out = raw.get("warm_start"), dict[str, Any]()
+        if isinstance(first, Mapping) and first.get("steps") == 0:
+            left_out["warm_start"] = None
+        if raw.get("rl") == "none":
+            left_out["rl"] = {"steps": 0}
+        return {**raw, **left_out}
 
     @model_validator(mode="after")
     def _one_form(self) -> Recipe:

@@ -40,19 +40,22 @@ _HUB_NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
 
 
 def device_of(config: ModelConfig) -> torch.device:
-    """The device a recipe asks for; auto is the first GPU that works, or else the CPU.
-
-    Apple's GPUs are not chosen: they have no float64, which randomness is drawn in.
-    """
+    """The device a recipe asks for; auto is the first GPU that works, or else the CPU."""
     if config.device == "auto":
         return torch.device("cuda" if _has_gpu() else "cpu")
+    kind = config.device.partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        why = "models run on cpu and cuda devices"
+        if kind == "mps":
+            why += (
+                ", and on a Mac on cpu alone (its GPU has no float64, in which random numbers are drawn)"
+            )
+        raise ConfigError(f"model.device = {config.device!r}: {why}; say one of them, or leave it out")
     try:
         device = torch.device(config.device)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"model.device = {config.device!r} cannot be used here: {error}") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"model.device = {config.device!r}: models run on cpu and cuda devices")
     return device
 
 
