@@ -265,6 +265,8 @@ def test_a_method_of_an_installed_package_is_found_by_its_entry_point(
 ) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "outside_package"))
     monkeypatch.chdir(tmp_path)
+    listed = CliRunner().invoke(app, ["synth"]).output
+    assert "first_try  " in listed and "rejection  Attempt each task many times;" in listed
     Path("task.py").write_text(MODULE)
     Path("recipe.toml").write_text(RECIPE)
     command = ["synth", "first_try", "recipe.toml", "synth.threshold=0", "--out", "made"]

@@ -66,11 +66,6 @@ if TYPE_CHECKING:
         with_regularization,
     )
     from ludus.algos.registry import (
-        AGGREGATIONS,
-        CORRECTIONS,
-        DIVERGENCES,
-        ESTIMATORS,
-        LOSSES,
         Algorithm,
         load_aggregation,
         load_algorithm,
@@ -81,7 +76,15 @@ if TYPE_CHECKING:
         options_of,
     )
     from ludus.algos.shaping import overlong_penalty, resample_on_correct, roc_penalty
-    from ludus.algos.specs import ALGORITHMS, AlgorithmSpec
+    from ludus.algos.specs import (
+        AGGREGATIONS,
+        ALGORITHMS,
+        CORRECTIONS,
+        DIVERGENCES,
+        ESTIMATORS,
+        LOSSES,
+        AlgorithmSpec,
+    )
     from ludus.algos.trees import TreeNodes, tree_grpo, tree_nodes, tree_value, treepo
 
 __getattr__, __dir__ = lazy_exports(__name__)

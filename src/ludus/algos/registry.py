@@ -1,6 +1,6 @@
 """Algorithms by name: what a recipe says, and the functions that it stands for.
 
-A name is a short one from the tables below, or a reference (`module:function`, `file.py:function`) to a
+A name is a short one from the tables of `specs.py`, or a reference (`module:function`, `file.py:function`) to a
 function of one's own. Options are the function's keyword arguments: their names, types, ranges and defaults
 are read from its signature, and what does not fit is refused by name. What a user's own function returns is
 checked at each call; what comes with Ludus is tested instead, and called as it is.
@@ -23,55 +23,19 @@ from torch import Tensor
 
 from ludus.algos.advantage_inputs import AdvantageInputs, Advantages, Estimator, Need, needs_of
 from ludus.algos.losses import Aggregation, Correction, Divergence, LossInputs, PolicyLoss, corrected, k3
-from ludus.algos.specs import ALGORITHMS, AlgorithmSpec, Options
+from ludus.algos.specs import (
+    AGGREGATIONS,
+    ALGORITHMS,
+    CORRECTIONS,
+    DIVERGENCES,
+    ESTIMATORS,
+    LOSSES,
+    AlgorithmSpec,
+    Options,
+)
 from ludus.core.config import Config
 from ludus.core.failures import ConfigError, LudusError
 from ludus.core.registry import Registry
-
-ESTIMATORS = Registry(
-    "estimator",
-    {
-        "grpo": "ludus.algos.advantages:grpo",
-        "dr_grpo": "ludus.algos.advantages:dr_grpo",
-        "rloo": "ludus.algos.advantages:rloo",
-        "reinforce": "ludus.algos.advantages:reinforce",
-        "reinforce_pp": "ludus.algos.advantages:reinforce_pp",
-        "reinforce_pp_baseline": "ludus.algos.advantages:reinforce_pp_baseline",
-        "gae": "ludus.algos.advantages:gae",
-        "turn_grpo": "ludus.algos.advantages:turn_grpo",
-        "gigpo": "ludus.algos.advantages:gigpo",
-        "tree_grpo": "ludus.algos.trees:tree_grpo",
-        "treepo": "ludus.algos.trees:treepo",
-        "tree_value": "ludus.algos.trees:tree_value",
-    },
-)
-LOSSES = Registry(
-    "loss",
-    {
-        "policy_gradient": "ludus.algos.losses:policy_gradient",
-        "clipped": "ludus.algos.losses:clipped_surrogate",
-        "dual_clip": "ludus.algos.losses:dual_clip",
-        "gspo": "ludus.algos.losses:gspo",
-        "cispo": "ludus.algos.losses:cispo",
-    },
-)
-AGGREGATIONS = Registry(
-    "aggregation",
-    {
-        "token": "ludus.algos.losses:by_token",
-        "sequence": "ludus.algos.losses:by_sequence",
-        "sequence_sum": "ludus.algos.losses:by_sequence_sum",
-        "length": "ludus.algos.losses:by_length",
-    },
-)
-CORRECTIONS = Registry(
-    "correction",
-    {
-        "truncated": "ludus.algos.losses:truncated_importance",
-        "masked": "ludus.algos.losses:masked_importance",
-    },
-)
-DIVERGENCES = Registry("divergence", {k: f"ludus.algos.losses:{k}" for k in ("k1", "k2", "k3")})
 
 
 def load_estimator(name: str, options: Options | None = None) -> Estimator:

@@ -1,10 +1,12 @@
-"""Well-known algorithms as data: what each is made of. A recipe is checked by it, without torch."""
+"""Well-known algorithms as data: what each is made of, and the names of the parts. Needs no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from ludus.core.registry import Registry
 
 Options = Mapping[str, Any]
 
@@ -45,3 +47,48 @@ ALGORITHMS: dict[str, AlgorithmSpec] = {
     "tree_value": AlgorithmSpec("tree_value"),
 }
 """A recipe's `algorithm`: one of these, or a reference to an estimator of one's own."""
+
+ESTIMATORS = Registry(
+    "estimator",
+    {
+        "grpo": "ludus.algos.advantages:grpo",
+        "dr_grpo": "ludus.algos.advantages:dr_grpo",
+        "rloo": "ludus.algos.advantages:rloo",
+        "reinforce": "ludus.algos.advantages:reinforce",
+        "reinforce_pp": "ludus.algos.advantages:reinforce_pp",
+        "reinforce_pp_baseline": "ludus.algos.advantages:reinforce_pp_baseline",
+        "gae": "ludus.algos.advantages:gae",
+        "turn_grpo": "ludus.algos.advantages:turn_grpo",
+        "gigpo": "ludus.algos.advantages:gigpo",
+        "tree_grpo": "ludus.algos.trees:tree_grpo",
+        "treepo": "ludus.algos.trees:treepo",
+        "tree_value": "ludus.algos.trees:tree_value",
+    },
+)
+LOSSES = Registry(
+    "loss",
+    {
+        "policy_gradient": "ludus.algos.losses:policy_gradient",
+        "clipped": "ludus.algos.losses:clipped_surrogate",
+        "dual_clip": "ludus.algos.losses:dual_clip",
+        "gspo": "ludus.algos.losses:gspo",
+        "cispo": "ludus.algos.losses:cispo",
+    },
+)
+AGGREGATIONS = Registry(
+    "aggregation",
+    {
+        "token": "ludus.algos.losses:by_token",
+        "sequence": "ludus.algos.losses:by_sequence",
+        "sequence_sum": "ludus.algos.losses:by_sequence_sum",
+        "length": "ludus.algos.losses:by_length",
+    },
+)
+CORRECTIONS = Registry(
+    "correction",
+    {
+        "truncated": "ludus.algos.losses:truncated_importance",
+        "masked": "ludus.algos.losses:masked_importance",
+    },
+)
+DIVERGENCES = Registry("divergence", {k: f"ludus.algos.losses:{k}" for k in ("k1", "k2", "k3")})

@@ -47,18 +47,6 @@ def synth(
     """Make examples to learn from: `ludus synth rejection recipe.toml synth.attempts=16`.
 
     The methods; docs/synthesis.md says which one when, `ludus settings synth` what each can be told:
-
-    \b
-    rejection   attempt each task many times; keep what is right, short and new
-    tsr         search for good episodes while playing; keep the best
-    director    a director plans, actors play the plan in the environment
-    steca       repair the bad steps of mostly good episodes
-    echo        failed episodes as successes at what they achieved
-    magnet      examples from the signatures of tools, by calling them
-    hardgen     examples aimed at what the model fails at
-    looptool    a loop of training and data: probe, correct, extend, train
-    astra       an environment with tasks and trajectories from a page of text
-    workflows   how similar tasks were done, for the prompts of later runs
     """
     from ludus.cli.synth import run_synthesis
 

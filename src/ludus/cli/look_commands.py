@@ -47,6 +47,7 @@ def settings(
 ) -> None:
     """Show what a recipe can say: every key with its type, default and meaning."""
     from ludus.cli import settings
+    from ludus.cli.options import NAMED_BY, known_names
 
     if markdown or schema:
         typer.echo(settings.markdown() if markdown else settings.schema(), nl=schema)
@@ -57,6 +58,8 @@ def settings(
     for name, one in found:
         default = settings.default_text(one)
         typer.echo(f"{name}{f' = {default}' if default else ''}    ({one.takes})\n    {one.meaning}")
+        if (kind := NAMED_BY.get(name.rpartition(".")[2])) is not None and not one.tables:
+            typer.echo(f"    {kind}: {', '.join(known_names()[kind])}")
 
 
 def show(

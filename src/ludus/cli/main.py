@@ -19,7 +19,7 @@ from rich.text import Text
 from ludus.cli.check.commands import check_app
 from ludus.cli.data_commands import mcp_rl, prefer, reward_model, synth
 from ludus.cli.look_commands import cluster, compare, envs, init, settings, show, simulate, view
-from ludus.cli.options import ClickError, CommandGroup, RecipeCommand
+from ludus.cli.options import ClickError, CommandGroup, RecipeCommand, SynthCommand
 from ludus.cli.run_commands import evaluate, rollout, train
 from ludus.cli.serve_commands import serve_app
 from ludus.core.failures import LudusError
@@ -69,7 +69,8 @@ for panel, commands in (("Commands", FIRST), ("Further commands", FURTHER)):
             app.add_typer(command, name=name, cls=CommandGroup, rich_help_panel=panel)
         else:
             takes_recipe = command in (train, evaluate, rollout, settings)
-            app.command(name, cls=RecipeCommand if takes_recipe else None, rich_help_panel=panel)(
+            own = SynthCommand if command is synth else RecipeCommand if takes_recipe else None
+            app.command(name, cls=own, no_args_is_help=own is SynthCommand, rich_help_panel=panel)(
                 command
             )
 

@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
+from ludus.core.failures import LudusError
+
 # Which package the command line's errors come from differs between versions of typer (some bring their own
 # copy of click), so the class is found as an ancestor of one that typer exports.
 ClickError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
@@ -41,13 +43,47 @@ class RecipeCommand(TyperCommand):
         super().format_help(ctx, formatter)
 
 
+class SynthCommand(TyperCommand):
+    """`ludus synth`; its help ends with every method, those of installed packages among them."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        from ludus.synth.method import METHODS, load_method
+
+        width, lines = max(map(len, METHODS), default=0), []
+        for name in sorted(METHODS):
+            try:
+                about = (load_method(name).__doc__ or "").strip().partition("\n")[0]
+            except LudusError as error:
+                about = f"cannot be loaded: {error}".partition("\n")[0]
+            lines.append(f"{name:<{width}}  {about}")
+        self.help = "\n".join([f"{str(self.help).partition(chr(8))[0].rstrip()}\n\n\b", *lines])
+        super().format_help(ctx, formatter)
+
+
+NAMED_BY = {
+    "algorithm": "algorithms",
+    "loss": "losses",
+    "aggregation": "averages over tokens",
+    "correction": "importance corrections",
+    "envs": "environments",
+    "tools": "tools",
+    "rewards": "rewards",
+    "group_rewards": "group rewards",
+    "format": "action formats",
+    "engine": "engines",
+    "tier": "sandbox backends",
+}
+"""Keys of recipes by their last part, and the kind of names (`known_names`) that they take."""
+
+
 def known_names() -> dict[str, list[str]]:
     """Names that a recipe can use, by kind: built in, or registered by an installed package."""
-    from ludus.algos.registry import ESTIMATORS, LOSSES
-    from ludus.algos.specs import ALGORITHMS
+    from ludus.algos.specs import AGGREGATIONS, ALGORITHMS, CORRECTIONS, ESTIMATORS, LOSSES
     from ludus.chat.formats import FORMATS
+    from ludus.engine.config import ENGINES
     from ludus.envs.world import ADAPTERS, WORLDS
     from ludus.rewards.registry import GROUP_REWARDS, REWARDS
+    from ludus.sandbox.config import BACKENDS
     from ludus.synth.method import METHODS
     from ludus.tools.library import TOOLS
 
@@ -55,11 +91,15 @@ def known_names() -> dict[str, list[str]]:
         "algorithms": list(ALGORITHMS),
         "estimators": sorted(ESTIMATORS),
         "losses": sorted(LOSSES),
+        "averages over tokens": sorted(AGGREGATIONS),
+        "importance corrections": sorted(CORRECTIONS),
         "environments": [*sorted(WORLDS), *(f"{adapter}:NAME" for adapter in sorted(ADAPTERS))],
         "tools": sorted(TOOLS),
         "rewards": sorted(REWARDS),
         "group rewards": sorted(GROUP_REWARDS),
         "action formats": sorted(FORMATS),
+        "engines": sorted(ENGINES),
+        "sandbox backends": sorted(BACKENDS),
         "methods of synthesis": sorted(METHODS),
     }
 

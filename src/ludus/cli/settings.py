@@ -137,7 +137,7 @@ def described(key: str) -> list[tuple[str, Setting]]:
                 visit(SettingsTable(inner, usual=usual), place, rest[1:])
 
     visit(SettingsTable(Recipe), "", wanted)
-    if wanted[:1] == ["synth"]:
+    if wanted[:1] in ([], ["synth"]):
         for table in synth_tables():
             [place] = table.places
             if wanted[1:2] in ([], [place.partition(".")[2]]):

@@ -62,7 +62,7 @@ class AstraConfig(SynthConfig):
 
 
 class Astra(SynthMethod[AstraConfig]):
-    """An environment from a page of text."""
+    """An environment with tasks and trajectories from a page of text."""
 
     title = "ASTRA"
     settings_type = AstraConfig

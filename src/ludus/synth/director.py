@@ -172,7 +172,7 @@ class OutlineActor(Agent):
 
 
 class DirectorActor(SynthMethod[DirectorConfig]):
-    """Outlines by a director, played by actors."""
+    """A director plans, actors play the plan in the environment."""
 
     title = "director and actors"
     settings_type = DirectorConfig

@@ -96,7 +96,7 @@ class _Round:
 
 
 class LoopTool(SynthMethod[LoopToolConfig]):
-    """A loop of training and data."""
+    """A loop of training and data: probe, correct, extend, train."""
 
     title = "LoopTool"
     settings_type = LoopToolConfig

@@ -73,7 +73,7 @@ class Candidate:
 
 
 class RejectionSampling(SynthMethod[RejectionSamplingConfig]):
-    """Keep one's own best episodes."""
+    """Attempt each task many times; keep what is right, short and new."""
 
     title = "rejection sampling"
     settings_type = RejectionSamplingConfig

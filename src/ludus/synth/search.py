@@ -57,7 +57,7 @@ class SearchConfig(SynthConfig):
 
 
 class TrajectorySearch(SynthMethod[SearchConfig]):
-    """The best episodes that search finds, with the weights that undo the selection."""
+    """Search for good episodes while playing; keep the best."""
 
     title = "TSR, trajectory search"
     settings_type = SearchConfig

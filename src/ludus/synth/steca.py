@@ -84,7 +84,7 @@ class StepScores(BaseModel):
 
 
 class StepCalibration(SynthMethod[StecaConfig]):
-    """Episodes whose bad steps were replaced."""
+    """Repair the bad steps of mostly good episodes."""
 
     title = "STeCa, step-level calibration"
     settings_type = StecaConfig

@@ -21,7 +21,7 @@ class WorkflowsConfig(EpisodesConfig):
 
 
 class Workflows(SynthMethod[WorkflowsConfig]):
-    """Abstracted ways to success."""
+    """How similar tasks were done, for the prompts of later runs."""
 
     title = "Workflows"
     settings_type = WorkflowsConfig

@@ -205,7 +205,7 @@ class HardGenConfig(PathConfig, EpisodesConfig):
 
 
 class HardGen(SynthMethod[HardGenConfig]):
-    """Examples through weak spots."""
+    """Examples aimed at what the model fails at."""
 
     title = "HardGen"
     settings_type = HardGenConfig

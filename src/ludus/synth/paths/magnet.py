@@ -79,7 +79,7 @@ class MagnetConfig(PathConfig):
 
 
 class Magnet(SynthMethod[MagnetConfig]):
-    """Examples from signatures alone."""
+    """Examples from the signatures of tools, by calling them."""
 
     title = "Magnet"
     settings_type = MagnetConfig
