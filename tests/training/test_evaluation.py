@@ -35,6 +35,7 @@ from ludus.training.evaluation.report import (
     single_table,
     study_json,
     study_markdown,
+    study_warnings,
     turn_curves,
     write_report,
 )
@@ -413,6 +414,17 @@ def test_reports_say_what_was_lost(tmp_path: Path) -> None:
     assert shown["success, failed ones as 0 / as 1"] == "60.0% / 100.0%"
     text = study_markdown(one)
     assert "8 of 20 model's episodes (40.0%) failed" in text and "Most often (8 times)" in text
+
+
+def test_a_single_task_is_told_to_have_no_interval() -> None:
+    lone = Study((ModelResult("m", 2, evaluation([group("a", [1, 0])]), 0),), QUICK)
+    assert "a single task has no interval" in study_markdown(lone)
+    groups = [group("a", [1], level="x"), group("b", [1], level="y"), group("c", [0], level="y")]
+    by_level = SummaryOptions(by="level")
+    assert "a single task (x) has no interval" in study_markdown(
+        Study((ModelResult("m", 2, evaluation(groups), 0),), by_level)
+    )
+    assert study_warnings(Study((ModelResult("m", 2, evaluation(groups), 0),), QUICK)) == []
 
 
 def test_a_recipe_says_how_evaluations_are_drawn() -> None:

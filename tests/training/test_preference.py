@@ -48,7 +48,7 @@ from ludus.training import (
     trajectory_of,
 )
 from ludus.training.data.conversations import parse_conversations
-from ludus.training.stages.preference import Pair, labelled_of, pairs_of
+from ludus.training.stages.preference import Pair, labelled_of, pairs_of, read_preferences
 from played_steps import prefer
 
 BETA = 0.3
@@ -196,6 +196,18 @@ def test_kto_has_no_reference_point_from_one_task_alone() -> None:
 def test_settings_of_another_loss_are_refused(given: dict[str, object], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         PreferenceConfig.parse(given)
+
+
+@pytest.mark.parametrize("label", [True, False])
+def test_labels_of_one_kind_alone_are_refused(tmp_path: Path, label: bool) -> None:
+    rows = [{"prompt": "go", "completion": text, "label": label} for text in ("a", "b")]
+    (tmp_path / "answers.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = PreferenceConfig.parse({"loss": "kto", "pairs": str(tmp_path / "answers.jsonl")})
+    with pytest.raises(ConfigError, match=f"all 2 answers have the label {str(label).lower()}"):
+        read_preferences(config)
+    rows.append({"prompt": "go", "completion": "c", "label": not label})
+    (tmp_path / "answers.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert len(read_preferences(config)) == 3
 
 
 def test_preferring_widens_the_margin() -> None:

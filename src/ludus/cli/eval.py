@@ -41,10 +41,10 @@ from ludus.training.evaluation.evaluate import TASK_SET, EvalModel, Evaluation, 
 from ludus.training.evaluation.report import (
     comparison_table,
     letters,
-    lost_warnings,
     metric_rows,
     short_table,
     single_table,
+    study_warnings,
     write_report,
 )
 from ludus.training.evaluation.study import (
@@ -226,7 +226,7 @@ def _show(console: Console, study: Study, options: PlayOptions) -> None:
         console.print(Text(f"{letter} = {model}"))
     for table in tables:
         console.print(table.rich())
-    for text in lost_warnings(study):
+    for text in study_warnings(study):
         console.print(Text(f"warning: {printable(text)}", style="yellow"), soft_wrap=True)
     if options.out is not None:
         groups = [group for measured in study.measured for group in measured.evaluation.groups]

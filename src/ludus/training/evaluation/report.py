@@ -33,14 +33,20 @@ _TESTS = (
 )
 
 
-def lost_warnings(study: Study) -> list[str]:
-    """A warning for each measurement that has lost a notable share of its episodes."""
+def study_warnings(study: Study) -> list[str]:
+    """A warning for each measurement that has lost a notable share of its episodes, and of single tasks."""
     found: list[str] = []
     for measured in study.measured:
         played = measured.evaluation.trajectories
         failures = [one.failure for one in played if one.failure is not None]
         text = failed_episodes_warning(failures, len(played), f"{measured.model}'s")
         found += [text] if text else []
+    lone = dict.fromkeys(summary.subtask for _, summary in study.summaries if summary.tasks == 1)
+    if lone:
+        where = "" if ALL in lone else f" ({', '.join(lone)})"
+        found.append(
+            f"a single task{where} has no interval: it says nothing about other tasks; play more of them"
+        )
     return found
 
 
@@ -174,7 +180,7 @@ def study_markdown(study: Study) -> str:
         f"Brackets are {study.how.level:.0%} intervals over tasks. Episodes lost to infrastructure failures "
         "are counted under `failed` and are in no mean; the intervals of success, average@k, pass@k and pass^k "
         "allow for them: their lower end counts every lost episode as 0, their upper end as 1.\n",
-        *(f"**Warning:** {markdown_text(text)}\n" for text in lost_warnings(study)),
+        *(f"**Warning:** {markdown_text(text)}\n" for text in study_warnings(study)),
     ]
     if study.against is not None:
         table = comparison_table(study)

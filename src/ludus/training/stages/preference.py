@@ -410,7 +410,15 @@ def read_preferences(config: PreferenceConfig) -> Sequence[tuple[Any, Any]]:
     rows: Sequence[tuple[Any, Any]] = read(config.pairs or "", config.columns)
     if not rows:
         raise ConfigError(f"{config.pairs} has no pairs to learn from")
-    if config.loss.name != "kto" and all(list(first) == list(second) for first, second in rows):
+    if config.loss.name == "kto":
+        labels = {label for _, label in rows}
+        if len(labels) == 1:
+            label = str(labels.pop()).lower()
+            raise ConfigError(
+                f"{config.pairs}: all {len(rows)} answers have the label {label}, and KTO learns what good "
+                'ones have over bad ones: add others (to imitate good ones alone: kind = "sft")'
+            )
+    elif all(list(first) == list(second) for first, second in rows):
         raise ConfigError(_ALL_EQUAL.format(source=config.pairs))
     return rows
 
