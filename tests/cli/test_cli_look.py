@@ -14,10 +14,9 @@ from typer.testing import CliRunner
 from ludus.cli.check.recipe import judge_tool_calls
 from ludus.cli.main import app
 from ludus.core import Fault, ToolResult
-from ludus.observe import RunFolder
+from ludus.observe import RunFolder, explain_silence
 from ludus.training import Recipe, train
 from ludus.training.early_end import best_of
-from ludus.training.report import no_signal_text
 
 MODULE = '''
 import ludus
@@ -91,9 +90,9 @@ def ludus(*arguments: str) -> str:
 
 def test_lost_episodes_are_in_what_people_look_at(project: Path) -> None:
     said = ludus("train", "recipe.toml", "rl.steps=1")
-    assert "success 100.0% (6 of 10 scored), 4 FAILED (95% interval" in said
-    assert "FAILED 40.0%" in said, "in the progress line"
-    assert "4 of 10 held-out episodes (40.0%) failed through no fault of the model's" in said
+    assert "success 100.0% (6 of 10 scored), 4 LOST (95% interval" in said
+    assert "LOST 40.0%" in said, "in the progress line"
+    assert "4 of 10 held-out episodes (40.0%) were lost to infrastructure failures" in said
     assert "KeyError: 'missing'" in said
     report = RunFolder(project / "runs" / "adding-001").report_path.read_text()
     rows = [line for line in report.splitlines() if line.startswith("| a")]
@@ -153,9 +152,11 @@ def test_a_run_made_in_python_says_what_a_command_lacks(project: Path) -> None:
 
 def test_steps_without_signal_are_told_with_what_to_do(project: Path) -> None:
     said = ludus("train", "recipe.toml", 'rewards=["task.py:constant"]', "rl.steps=3", "rl.tasks=2")
-    assert "NO SIGNAL 100.0%" in said and "no signal in 3 steps in a row" in said
+    assert "NO SIGNAL 100.0%" in said
+    assert "step 1: Nothing to learn from in 1 of the last 1 steps: 0.0% succeed" in said
     report = RunFolder(project / "runs" / "adding-001").report_path.read_text()
-    assert "no signal in 3 of 3 steps" in report and "the tasks are too hard" in report
+    assert "Nothing to learn from in 3 of the last 3 steps" in report
+    assert "the tasks are too hard" in report and "The run goes on" not in report
     assert "rl.attempts" in report
 
 
@@ -410,7 +411,8 @@ def test_recorded_episodes_are_shown(project: Path) -> None:
     ],
 )
 def test_why_there_is_no_signal(row: dict[str, float], expected: str) -> None:
-    assert expected in no_signal_text(row, "in 3 steps")
+    why = explain_silence(row)
+    assert expected in why.likely and why.advice
 
 
 @pytest.mark.parametrize("setting", ["seed=99999999999999999999999", "seed=-1", "threads=100000"])

@@ -41,12 +41,12 @@ def test_elsewhere_than_on_a_terminal_there_is_a_plain_line_now_and_then():
         progress.update(6, {})
     lines = screen.file.getvalue().splitlines()
     assert len(lines) == 4
-    shown = "success 25.0%  turns 3.00  tool errors 10.0%  tokens/s 1,234  note [red]\\x1b[2J"
+    shown = "success 25.0%  turns 3.00  tool errors 10.0%  tok/s 1,234  note [red]\\x1b[2J"
     assert lines[0] == f"training [bold] 2/6  reward 1.50  {shown}"
     assert lines[1].startswith("training [bold] 4/6  reward 3.50")
     assert lines[2:] == [
         "saved",
-        "training [bold] 6/6  reward 5.00  success 25.0%  turns 3.00  tool errors 10.0%  tokens/s 1,234",
+        "training [bold] 6/6  reward 5.00  success 25.0%  turns 3.00  tool errors 10.0%  tok/s 1,234",
     ]
 
 
@@ -58,7 +58,7 @@ def test_on_a_terminal_there_is_a_bar_and_it_is_gone_after_an_interrupt():
         raise KeyboardInterrupt
     output = screen.file.getvalue()
     assert "3/10" in output
-    assert "reward 0.50  success 25.0%  turns 3.00  tool errors 10.0%  tokens/s 1,234" in output
+    assert "reward 0.50  success 25.0%  turns 3.00  tool errors 10.0%  tok/s 1,234" in output
     assert "resumed" in output
     assert output.count("\x1b[?25h") == output.count("\x1b[?25l") == 1  # the cursor is back
     for thread in set(threading.enumerate()) - before:

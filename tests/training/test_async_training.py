@@ -17,11 +17,11 @@ from worker_parts import PlainSteps
 import ludus
 from ludus.core import ConfigError
 from ludus.observe import RunFolder, read_notes
+from ludus.observe.findings import metric_findings
 from ludus.observe.metrics import undefined
 from ludus.training import Learner, Parts, Recipe, build_run_context, train_async
 from ludus.training.controller import StalledError
 from ludus.training.ledger import Ledger
-from ludus.viewer.findings import metric_findings
 from played_steps import policy_update
 
 RL = {**TINY["rl"], "steps": 4, "tasks": 2, "attempts": 2}

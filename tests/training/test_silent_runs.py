@@ -10,7 +10,7 @@ from stage_runs import Talker
 from training_helpers import TINY, tasks
 
 import ludus
-from ludus.viewer.findings import metric_findings
+from ludus.observe.findings import metric_findings
 
 RL = {"kind": "rl", "steps": 6, "tasks": 1, "attempts": 2, "optimizer": {"learning_rate": 1e-3}}
 
@@ -40,16 +40,17 @@ async def chance(trajectory: ludus.Trajectory) -> float:
 def test_a_run_that_has_learned_and_is_solved_has_no_warning(tmp_path: Path) -> None:
     result = run(tmp_path / "run", solved_at_some)
     assert sum(row.get("no_signal", 0) for row in result.metrics) == 4
-    assert "no signal" not in result.report.warnings and result.report.warnings == []
+    assert result.report.warnings == [] and [one.kind for one in result.report.findings] == ["solved"]
     kinds = {one.kind: one.severity for one in metric_findings(result.metrics)}
     assert kinds["solved"] == "note" and "no_signal" not in kinds
     log = result.run.log_path.read_text()
-    assert "nothing was left to learn in 3 steps in a row" in log and "WARNING" not in log
+    assert "Solved: nothing was left to learn in" in log and "WARNING" not in log
 
 
 def test_a_run_that_was_solved_from_the_start_is_told_so(tmp_path: Path) -> None:
-    (told,) = run(tmp_path / "run", solved).report.warnings
-    assert "too easy from the start" in told and "harder tasks" in told and "easier tasks" not in told
+    (one,) = run(tmp_path / "run", solved).report.findings
+    assert one.title == "Solved: nothing was left to learn in 6 of the last 6 steps"
+    assert "too easy from the start" in one.detail and "harder tasks" in one.detail
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "reinforce", "reinforce_pp"])

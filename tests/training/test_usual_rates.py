@@ -129,7 +129,7 @@ def test_checking_a_recipe_says_the_rates() -> None:
     said = [text for severity, text in found if severity == "info" and "learning rate" in text]
     assert said == [
         "learning rate of warm_start: 0.001 (usual for a model made from scratch)",
-        "learning rate of rl: 0.001 (as written; usual for a model made from scratch: 0.0005)",
+        "learning rate of rl: 0.001 (usual for a model made from scratch: 0.0005)",
     ]
 
 

@@ -20,10 +20,10 @@ from viewer_runs import LOST, RunningViewer, episode, ordinary_groups, running_v
 
 from ludus.core import ConfigError, Fault, Group, Message, Task, Trajectory
 from ludus.observe import FolderLock, RunFolder, RunWriter
+from ludus.observe.findings import metric_findings
 from ludus.synth.result import ItemResult, Rejected, SynthFolder
 from ludus.training.data.conversations import read_conversations, read_labelled, read_pairs
 from ludus.training.evaluation.study import ResultsFolder
-from ludus.viewer.findings import metric_findings
 from ludus.viewer.run_view import stages_of
 from ludus.viewer.workspace import MetricsTail, thinned
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -17,6 +18,7 @@ from ludus.cli.serve_options import (
     Settings,
     announcing,
     env_reference,
+    model_greeting,
     private_stdout,
     tools_file,
     with_server_options,
@@ -144,7 +146,8 @@ def serve_model(
 ) -> None:
     """Serve a model by OpenAI's and Anthropic's APIs: chat completions, responses, messages.
 
-    Prints {"address": ...} when it is ready; SIGTERM drains it. Clients send the token as their API key.
+    Prints what to export and a first request when it is ready; elsewhere than on a terminal {"address": ...}.
+    SIGTERM drains it. Clients send the token as their API key.
     """
     config = serving.config()
     token, kept = serving.token()
@@ -161,7 +164,8 @@ def serve_model(
 
     check_exposure(config.host, token)  # before minutes of loading
     serving.log()
-    ready = announcing(private_stdout(), kept)
+    greeting = partial(model_greeting, name=name or model, token_file=kept, has_token=token is not None)
+    ready = announcing(private_stdout(), kept, greeting)
     where = _newest_checkpoint(model)
     told = _of_its_run(where) if chat_template_kwargs is None else toml_table(chat_template_kwargs)
     source = ModelConfig.parse(

@@ -7,6 +7,7 @@ import inspect
 import json
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -152,17 +153,42 @@ def tools_file(settings: Path | None) -> ToolsFile:
     return ToolsFile.load(settings) if settings is not None else ToolsFile()
 
 
-def announcing(stream: int, token_file: Path | None) -> Callable[[str], None]:
-    """A callback that writes the server's address to `stream` when it is ready."""
+def announcing(
+    stream: int, token_file: Path | None, greeting: Callable[[str], str] | None = None
+) -> Callable[[str], None]:
+    """A callback that writes the server's address to `stream` when it is ready: for people, as a greeting."""
 
     def ready(address: str) -> None:
         with suppress(BrokenPipeError):  # the parent may have closed its end
+            if greeting is not None and os.isatty(stream):
+                os.write(stream, greeting(address).encode())
+                return
             told: dict[str, str | int] = {"address": address, "pid": os.getpid()}
             if token_file is not None:
                 told["token_file"] = str(token_file)
             os.write(stream, json.dumps(told).encode() + b"\n")
 
     return ready
+
+
+def model_greeting(address: str, name: str, token_file: Path | None, *, has_token: bool) -> str:
+    """What a person exports to use a served model, and a first request."""
+    key = "$LUDUS_TOKEN" if has_token else "none"
+    if token_file is not None:
+        key = f"$(cat {shlex.quote(str(token_file.absolute()))})"
+    body = {"model": name, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64}
+    return f"""
+{name} is served. In another terminal:
+
+  export OPENAI_BASE_URL={address}/v1
+  export OPENAI_API_KEY={key}
+
+  curl "$OPENAI_BASE_URL/chat/completions" -H "Authorization: Bearer $OPENAI_API_KEY" \\
+    -H 'Content-Type: application/json' \\
+    -d {shlex.quote(json.dumps(body))}
+
+Anthropic's clients read ANTHROPIC_BASE_URL={address} and ANTHROPIC_API_KEY. Ctrl-C stops the server.
+"""
 
 
 def private_stdout() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,13 +12,28 @@ from rich.text import Text
 
 from ludus.cli.options import stopped_says, until_told
 from ludus.core.failures import ConfigError
-from ludus.observe import RunFolder, RunWriter, episode_text, printable
+from ludus.observe import (
+    ReportTable,
+    RunFolder,
+    RunWriter,
+    Share,
+    change_style,
+    folded_episode,
+    large,
+    printable,
+    share_lines,
+    share_text,
+)
+from ludus.observe.console import say
 from ludus.training.config.parts import Parts, check_rebuilt, load_parts
 from ludus.training.config.recipe import AGAIN, Recipe, load_recipe
 from ludus.training.config.run import launched_rank
 
 if TYPE_CHECKING:
     from ludus.training.api import Result
+
+_WIDEST = 120
+"""Columns that the end of a run uses at most."""
 
 
 def run_training(
@@ -74,7 +90,7 @@ def run_training(
     if is_member:
         return
     with stopped_says(console, f"the run has ended: {result.run.report_path}, {result.model}"):
-        _report(console, result, recipe)
+        show_ending(console, result, recipe)
 
 
 def _resumed(folder: Path, overrides: list[str]) -> tuple[RunWriter, Recipe, Parts] | str:
@@ -91,7 +107,7 @@ def _resumed(folder: Path, overrides: list[str]) -> tuple[RunWriter, Recipe, Par
             recipe = resumed_recipe(run, overrides)
             return run, recipe, load_parts(recipe)
         latest = run.latest_checkpoint()
-        done = load_progress(latest.path) if latest is not None and run.report_path.exists() else None
+        done = load_progress(latest.path) if latest is not None and run.curve_path.exists() else None
         text = finished_text(recipe, with_step_counts(recipe, parts), done, str(folder))
     except BaseException:
         run.close()
@@ -111,22 +127,82 @@ def _replayed(folder: Path, overrides: list[str]) -> tuple[Recipe, Parts]:
     return recipe, load_parts(recipe)
 
 
-def _report(console: Console, result: Result, recipe: Recipe) -> None:
-    for label, trajectory in result.report.samples:
-        console.rule(Text(f"an episode {label}"))
-        console.print(Text(episode_text(trajectory)), soft_wrap=True)
-    table = result.report.held_out if result.report.held_out.rows else result.report.losses
+def show_ending(console: Console, result: Result, recipe: Recipe) -> None:
+    """The end of a run: its result first, then two episodes, then where everything is and what comes next."""
+    from ludus.training.checkpoint import longer_command
+
+    report = result.report
+    _show_result(console, result)
+    for label, trajectory in report.samples:
+        console.print()
+        console.print(folded_episode(trajectory, label, min(console.width, _WIDEST)))
+    console.print()
+    table = _beside_success(report.held_out) if report.held_out.rows else report.losses
     if table.rows:
         console.print(table.rich())
-    for text in result.report.warnings:
-        console.print(Text(f"warning: {printable(text)}", style="yellow"), soft_wrap=True)
-    console.print(Text(f"curve:   {result.run.curve_path}"), soft_wrap=True)
-    console.print(Text(f"report:  {result.run.report_path}"), soft_wrap=True)
-    console.print(Text(f"model:   {result.model}"), soft_wrap=True)
+    for text in report.warnings:
+        say(console, f"warning: {text}", style="yellow", is_prose=True)
+    for one in report.findings:
+        style = {"error": "red", "warning": "yellow", "note": "dim"}[one.severity]
+        console.print(
+            Text(f"{printable(one.title)}. ", style=style).append(printable(one.detail), "dim")
+        )
+    rows = [("model", str(result.model)), ("report", f"{result.run.report_path}, curve.png beside it")]
     if result.best is not None and result.best != result.model:
-        how = f"{result.report.best_stage}; ludus eval RUN --checkpoint best"
-        console.print(Text(f"best:    {result.best}   ({how})"), soft_wrap=True)
-    following = f"ludus rollout {result.run.path} --tasks 3   (watch it play)"
+        how = f"{report.best_stage}; ludus eval RUN --checkpoint best"
+        rows.insert(1, ("best", f"{result.best}   ({how})"))
+    _say_rows(console, rows)
+    console.print(Text("next", style="bold"))
+    run = str(result.run.path)
+    watch = f"ludus rollout {run} --tasks 3"
     if not any(one.train for one in recipe.sets):  # nothing of its own to play
-        following = f"ludus rollout RECIPE -m {result.run.path}   (watch it play the tasks of a recipe)"
-    console.print(Text(f"next:    {following}"), soft_wrap=True)
+        watch = f"ludus rollout RECIPE -m {run}"
+    steps = [
+        ("look inside", f"ludus view {result.run.path.parent}"),
+        ("what still goes wrong", f"ludus show {run} --wrong"),
+        ("watch it play", watch),
+    ]
+    if (longer := longer_command(recipe, run)) is not None:
+        steps.append(("go on training", longer))
+    _say_rows(console, steps)
+
+
+def _show_result(console: Console, result: Result) -> None:
+    """Held-out success, large where the terminal allows it."""
+    measured = [(str(row[0]), row[2]) for row in result.report.held_out.rows]
+    shares = [(when, share) for when, share in measured if share is None or isinstance(share, Share)]
+    console.print()
+    if not shares:
+        console.print(Text("nothing was measured on held-out tasks", style="bold"))
+        return
+    console.print(Text("held-out success", style="bold"))
+    known = [share.value for _, share in shares if share is not None]
+    width = min(console.width, _WIDEST)
+    if console.is_terminal and not console.options.ascii_only:
+        ends = [known[0], known[-1]] if len(known) > 1 else known
+        parts = [(share_text(value), change_style(known[0], value)) for value in ends]
+        if parts and (text := large(parts, width)) is not None:
+            console.print(text)
+            console.print()
+    else:
+        width = 0  # no bars
+    for line in share_lines(shares, width):
+        console.print(line, soft_wrap=True)
+
+
+def _beside_success(held_out: ReportTable) -> ReportTable:
+    """The other columns of the held-out table; success is above it."""
+    keep = [place for place, name in enumerate(held_out.columns) if name != "success"]
+    if all(row[held_out.columns.index("lost")] == 0 for row in held_out.rows):
+        keep = [place for place in keep if held_out.columns[place] != "lost"]
+    rows = [[row[place] for place in keep] for row in held_out.rows]
+    return ReportTable([held_out.columns[place] for place in keep], rows)
+
+
+def _say_rows(console: Console, rows: Sequence[tuple[str, str]]) -> None:
+    """Two columns; commands and paths stay on one line, to be copied."""
+    wide = max(len(left) for left, _ in rows)
+    for left, right in rows:
+        console.print(
+            Text(f"  {left:<{wide}}  ", style="dim").append(right, style="not dim"), soft_wrap=True
+        )

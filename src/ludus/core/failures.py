@@ -91,11 +91,11 @@ def failed_episodes_warning(failures: Sequence[Failure], played: int, which: str
 def failed_episodes_text(
     failed: int, played: int, then: str, causes: Sequence[Failure], which: str = ""
 ) -> str:
-    """How many of the `which` episodes failed, what follows from it (`then`), and the most frequent cause."""
+    """How many `which` episodes were lost, what follows from it (`then`), and the most frequent cause."""
     why = f" {most_frequent_failure(causes)}" if causes else ""
     return (
-        f"{failed} of {played} {which}{' ' if which else ''}episodes ({failed / played:.1%}) failed through no "
-        f"fault of the model's{then}.{why}"
+        f"{failed} of {played} {which}{' ' if which else ''}episodes ({failed / played:.1%}) were lost to "
+        f"infrastructure failures{then}.{why}"
     )
 
 

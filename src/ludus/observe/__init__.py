@@ -2,6 +2,7 @@
 
 from ludus.observe.console import SHOWN_METRICS, Progress, setup_logging
 from ludus.observe.diagnosis import Diagnosis, diagnose, explain_silence
+from ludus.observe.episode_findings import EpisodeTally
 from ludus.observe.episode_rows import Opaque, dump_value, escape
 from ludus.observe.episodes import (
     StoreError,
@@ -28,6 +29,7 @@ from ludus.observe.files import (
     remove_directory,
     slug_of,
 )
+from ludus.observe.findings import Finding, run_findings
 from ludus.observe.metrics import (
     SPLITS,
     definition_of,
@@ -62,6 +64,7 @@ from ludus.observe.run_folder import (
     recorded_in,
 )
 from ludus.observe.run_writer import RunWriter
+from ludus.observe.screen import change_style, folded_episode, large, share_lines
 from ludus.observe.sinks import SINKS, JsonLinesSink, Sink, TensorBoardSink
 from ludus.observe.statistics import (
     Estimate,
@@ -82,7 +85,9 @@ __all__ = [
     "Cell",
     "Checkpoint",
     "Diagnosis",
+    "EpisodeTally",
     "Estimate",
+    "Finding",
     "FolderLock",
     "JsonLinesSink",
     "Opaque",
@@ -103,6 +108,7 @@ __all__ = [
     "atomic_file",
     "atomic_write",
     "average_at_k",
+    "change_style",
     "checkpoint_problems",
     "definition_of",
     "diagnose",
@@ -112,9 +118,11 @@ __all__ = [
     "estimate_json",
     "explain_silence",
     "find_runs",
+    "folded_episode",
     "has_signal",
     "holds_trajectories",
     "keep_images",
+    "large",
     "markdown_text",
     "mean_interval",
     "numbered_folder",
@@ -134,9 +142,11 @@ __all__ = [
     "recorded_in",
     "remove_directory",
     "rollout_metrics",
+    "run_findings",
     "select_trajectories",
     "set_metrics",
     "setup_logging",
+    "share_lines",
     "share_text",
     "slug_of",
     "tree_text",

@@ -1,17 +1,24 @@
-"""Terminal output: logging and a live progress display. Only the `ludus` logger is touched."""
+"""Terminal output: logging and a live progress display.
+
+Only the `ludus` logger is touched; during a run, Python's warnings (of libraries, of code that a model wrote)
+go to the run's log.
+"""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
-from contextlib import ExitStack
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Self
 
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.padding import Padding
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -45,6 +52,9 @@ def setup_logging(run: RunFolder | None = None, verbosity: int = 0) -> ExitStack
         file.setLevel(min(level, logging.INFO))
         file.setFormatter(_PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         _attach(logger, file, undo)
+        _attach(logging.getLogger("py.warnings"), file, undo)
+        undo.callback(logging.captureWarnings, False)
+        logging.captureWarnings(True)
         lowest = min(level, logging.INFO)
     undo.callback(logger.setLevel, logger.level)
     logger.setLevel(lowest)
@@ -64,10 +74,16 @@ class _PrintableFormatter(logging.Formatter):
         return printable(super().format(record))
 
 
+SHOWN_ELSEWHERE = "is_shown_elsewhere"
+"""Extra of a log record that people read in another form."""
+
+
 class _ConsoleHandler(logging.Handler):
     """Looks up `sys.stderr` for each record: a live display replaces it while it is on the screen."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        if getattr(record, SHOWN_ELSEWHERE, False):
+            return
         try:
             text = self.format(record)
             encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
@@ -81,13 +97,15 @@ SHOWN_METRICS: Mapping[str, str] = {
     "success": "success",
     "turns": "turns",
     "invalid_call_share": "tool errors",
-    "tokens_per_second": "tokens/s",
-    "failure_share": "FAILED",
+    "tokens_per_second": "tok/s",
+    "failure_share": "LOST",
     "no_signal": "NO SIGNAL",
 }
 """The numbers on display, and what they are called there."""
 _TROUBLE = ("failure_share", "no_signal")
 """Numbers that are shown only when they are not 0."""
+_PLAIN_SECONDS = 30.0
+"""Seconds between plain lines about a wait."""
 
 
 class Progress:
@@ -98,35 +116,58 @@ class Progress:
 
     def __init__(
         self,
-        total: int,
+        total: int | None,
         title: str,
         *,
         shown: Mapping[str, str] = SHOWN_METRICS,
         console: Console | None = None,
         first: int = 0,
         every: int | None = None,
+        is_wait: bool = False,
     ) -> None:
-        """`first` is the step a resumed run starts from; `every`, the steps per plain line."""
+        """`first` is the step a resumed run starts from; `every`, the steps per plain line.
+
+        `is_wait`: what is waited for has no steps of its own; its bar disappears, and its plain lines come by
+        time. Without a `total` the bar only moves.
+        """
         self._total = total
         self._title = printable(title)
         self._shown = shown
         self._console = console or Console(stderr=True)
-        self._every = every or max(1, total // 20)
+        self._every = every or max(1, (total or 1) // 20)
         self._since_line: list[Mapping[str, float]] = []
-        self._bar: _Bar | None = _bar(self._console) if self._console.is_terminal else None
+        self._is_wait, self._told = is_wait, time.monotonic()
+        self._bar: _Bar | None = _bar(self._console, total) if self._console.is_terminal else None
         if self._bar is not None:
-            self._task = self._bar.add_task(
+            self._bar.live.transient = is_wait
+            self._task: TaskID = self._bar.add_task(
                 self._title, total=total, completed=first, numbers="", note=""
             )
 
     def __enter__(self) -> Self:
         if self._bar is not None:
             self._bar.start()
+        elif self._total is None:
+            self._line(f"{self._title} ...")
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Give the terminal to another bar, and take it back."""
+        if self._bar is None:
+            yield
+            return
+        self._bar.live.transient = True
+        self._bar.stop()
+        try:
+            yield
+        finally:
+            self._bar.live.transient = self._is_wait
+            self._bar.start()
 
     def update(self, step: int, metrics: Mapping[str, float], note: str = "") -> None:
         """Show that `step` steps are done, with the numbers of the last one."""
@@ -135,18 +176,23 @@ class Progress:
             self._bar.update(self._task, completed=step, numbers=numbers, note=printable(note))
             return
         self._since_line.append({name: metrics[name] for name in self._shown if name in metrics})
-        if step % self._every == 0 or step >= self._total:
+        if self._is_due(step):
+            self._told = time.monotonic()
             numbers = numbers_text(combine(self._since_line), self._shown)
             self._since_line = []
             self._line(f"{self._title} {step}/{self._total}", numbers, printable(note))
 
+    def _is_due(self, step: int) -> bool:
+        if self._is_wait:
+            return time.monotonic() - self._told >= _PLAIN_SECONDS
+        return step % self._every == 0 or step >= (self._total or 0)
+
     def say(self, text: str) -> None:
         """Print a line above the bar."""
-        self._line(printable(text))
+        say(self._console, text)
 
     def _line(self, *parts: str) -> None:
-        text = "  ".join(part for part in parts if part)
-        self._console.print(Text(text), soft_wrap=True, highlight=False)
+        self.say("  ".join(part for part in parts if part))
 
 
 def numbers_text(metrics: Mapping[str, float], shown: Mapping[str, str] = SHOWN_METRICS) -> str:
@@ -166,16 +212,32 @@ def numbers_text(metrics: Mapping[str, float], shown: Mapping[str, str] = SHOWN_
     return "  ".join(parts)
 
 
-def _bar(console: Console) -> _Bar:
-    return _Bar(
+def say(console: Console, text: str, *, style: str = "", is_prose: bool = False) -> None:
+    """Print a text. Paths and commands in it can be copied; prose is wrapped between words on a terminal."""
+    is_wrapped = is_prose and console.is_terminal
+    console.print(Text(printable(text), style), soft_wrap=not is_wrapped, highlight=False)
+
+
+class _BarWithNumbers(_Bar):
+    """A bar as wide as the terminal allows, and below it the numbers, which no narrow terminal cuts off."""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        for task in self.tasks:
+            told = "  ".join(text for text in (task.fields["numbers"], task.fields["note"]) if text)
+            if told:
+                yield Padding(Text(told, style="dim"), (0, 0, 0, 2))
+
+
+def _bar(console: Console, total: int | None) -> _Bar:
+    counts = (MofNCompleteColumn(),) if total is not None else ()
+    left = (TextColumn("left", markup=False), TimeRemainingColumn()) if total is not None else ()
+    return _BarWithNumbers(
         TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
+        BarColumn(bar_width=min(40, max(10, console.width - 50))),
+        *counts,
         TimeElapsedColumn(),
-        TextColumn("left", markup=False),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[numbers]}", markup=False),
-        TextColumn("{task.fields[note]}", markup=False),
+        *left,
         console=console,
         refresh_per_second=4,
     )

@@ -4,7 +4,8 @@ The advice of ToolRL ("begin with completion alone, watch how the agent fails, a
 mode") needs an observer. Each scored episode without success has the first of these that fits:
 
     format        its last call could not be parsed, or half of its calls could not
-    tool_choice   the same with tools that do not exist; or it called no tool, and most successes did
+    tool_choice   the same with tools that do not exist; or it called no tool, and most successes did, or there
+                  are tools and hardly an episode calls one
     arguments     the same with arguments that did not fit, or that the tool could not work with
     efficiency    it ran out of turns or tokens, or was cut off within its last turn
     knowledge     it ended by itself, called its tools without a fault, and was wrong
@@ -19,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ludus.core.failures import Fault
+from ludus.core.failures import NOTABLE_SHARE, Fault
 from ludus.core.generation import FinishReason
 from ludus.core.trajectory import Trajectory, is_success
 from ludus.observe.report import Cell, ReportTable, Share, markdown_text
@@ -48,8 +49,9 @@ ADVICE = {
     FailureMode.FORMAT: "choose the agent.format that the model was trained with; show it the form by a warm "
     "start (a few demonstrations, or ludus synth rejection on its own successes); then a penalty, "
     "rl.broken.tool_error = -0.1",
-    FailureMode.TOOL_CHOICE: "say in each tool's description when to use it; pay for use while it is rare (the "
-    "group reward curiosity, the reward tool_bonus); data: ludus synth hardgen on the tools that are confused",
+    FailureMode.TOOL_CHOICE: "show it calls in the form that agent.format reads (a warm start); say in each "
+    "tool's description when to use it; pay for use while it is rare (the group reward curiosity, the reward "
+    "tool_bonus); data: ludus synth hardgen on the tools that are confused",
     FailureMode.ARGUMENTS: "give parameters types, descriptions and an example in the tool's docstring, and "
     "let its errors say what was expected; data: ludus synth magnet; a penalty, rl.broken.tool_error = -0.1",
     FailureMode.EFFICIENCY: "let the horizon grow (rl.curriculum on budgets.max_turns) before raising the "
@@ -127,12 +129,17 @@ class Diagnosis:
         return "\n".join(parts)
 
 
-def diagnose(episodes: Sequence[Trajectory]) -> Diagnosis:
-    """The failure modes of an evaluation, or of any episodes that belong together."""
+def diagnose(episodes: Sequence[Trajectory], *, has_tools: bool = False) -> Diagnosis:
+    """The failure modes of an evaluation, or of any episodes that belong together.
+
+    `has_tools`: whether the model was given tools.
+    """
     scored = [one for one in episodes if one.is_trainable]
     successes = [one for one in scored if is_success(one)]
     callers = sum(bool(one.calls) for one in successes)
     needs_tools = bool(successes) and callers > _CALLED_BY_MOST * len(successes)
+    tries = sum(bool(one.calls or one.faults) for one in scored)
+    needs_tools |= has_tools and not successes and tries < NOTABLE_SHARE * len(scored)
     found: dict[FailureMode, list[Trajectory]] = {}
     for episode in scored:
         if not is_success(episode):
@@ -151,11 +158,11 @@ def failure_mode(episode: Trajectory, *, needs_tools: bool = False) -> FailureMo
         return _MODE_OF[last.faults[-1]]
     if calls and faults.total() >= calls / 2:
         return faults.most_common(1)[0][0]
+    if needs_tools and not calls:
+        return FailureMode.TOOL_CHOICE
     is_cut = bool(episode.actions) and episode.actions[-1].finish is FinishReason.LENGTH
     if episode.stop.is_truncated or is_cut:
         return FailureMode.EFFICIENCY
-    if needs_tools and not episode.calls:
-        return FailureMode.TOOL_CHOICE
     return FailureMode.KNOWLEDGE
 
 

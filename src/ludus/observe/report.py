@@ -14,9 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
+from rich.console import Group as Stack
 from rich.table import Table
 from rich.text import Text
 
+from ludus.core.failures import Fault
 from ludus.core.messages import Json, Message, ToolCall
 from ludus.core.trajectory import Group, Trajectory
 from ludus.observe.episode_rows import dump_value
@@ -27,6 +30,12 @@ _UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 """Control characters, what turns the direction of text around, and halves of surrogate pairs."""
+
+_CALL_BLOCK = re.compile(
+    r"<(?P<tag>\w+)[^>\n]*>.*?</(?P=tag)>|```.*?```|<\|python_tag\|>.*|^Action(?: Input)?:.*$",
+    re.S | re.M,
+)
+"""Where formats of actions write calls."""
 
 LOSSES = ("sft/loss", "dpo/loss", "rejection/loss", "distill/loss")
 """Loss curves of the stages that need not play."""
@@ -87,9 +96,9 @@ class ReportTable:
         body = ["| " + " | ".join(map(_markdown_cell, row)) + " |" for row in self.texts]
         return "\n".join([head, rule, *body]) + "\n"
 
-    def rich(self, styles: Mapping[str, str] | None = None) -> Table:
+    def rich(self, styles: Mapping[str, str] | None = None) -> Stack:
         """For `rich.console.Console.print`; no cell is read as markup. `styles` are those of cells by text."""
-        table = Table(title=Text(printable(self.title)) if self.title else None)
+        table = Table(box=SIMPLE_HEAD)
         for column, right in zip(self.columns, self._numeric(), strict=True):
             table.add_column(
                 Text(printable(column)),
@@ -99,7 +108,7 @@ class ReportTable:
             )
         for row in self.texts:
             table.add_row(*(Text(printable(text), (styles or {}).get(text, "")) for text in row))
-        return table
+        return Stack(Text(printable(self.title), "bold"), table) if self.title else Stack(table)
 
     def as_json(self) -> Json:
         """Numbers as they are; a share or an estimate is a table of value, low and high."""
@@ -264,21 +273,37 @@ def _one_line(text: str, limit: int) -> str:
 def _message_text(message: Message, limit: int) -> str:
     speaker = f"{message.role} {message.name}" if message.name else message.role
     lines = [f"[{_one_line(speaker, 100)}]"]
-    if message.content:
-        lines.append(shortened(message.content, limit))
-    lines += [_one_line(_call_text(call), limit) for call in message.tool_calls]
+    if said := said_beside_calls(message):
+        lines.append(shortened(said, limit))
+    lines += [_one_line(f"-> {call_text(call)}", limit) for call in message.tool_calls]
     lines += [f"<{item.kind} {item.sha256[:12]}>" for item in message.media]
     return "\n".join(lines)
 
 
-def _call_text(call: ToolCall) -> str:
+def said_beside_calls(message: Message) -> str:
+    """What a message says, without the blocks in which its calls are written: they are shown as calls."""
+    if not message.tool_calls or any(call.fault is Fault.MALFORMED_CALL for call in message.tool_calls):
+        return message.content
+    values = {
+        v.strip() for call in message.tool_calls for v in call.arguments.values() if isinstance(v, str)
+    }
+    written = {call.name for call in message.tool_calls} | values - {""}
+
+    def shown(block: re.Match[str]) -> str:
+        is_thought = block["tag"] in ("think", "answer")
+        return "" if not is_thought and any(one in block[0] for one in written) else block[0]
+
+    return _CALL_BLOCK.sub(shown, message.content).strip()
+
+
+def call_text(call: ToolCall) -> str:
     shown = {
         name: json.dumps(value, ensure_ascii=False) if isinstance(value, str) else dump_value(value)[0]
         for name, value in call.arguments.items()
     }
     arguments = ", ".join(f"{name}={text}" for name, text in shown.items())
     fault = f"   ! {call.fault.value}: {call.problem}" if call.fault is not None else ""
-    return f"-> {call.name}({arguments}){fault}"
+    return f"{call.name}({arguments}){fault}"
 
 
 def _ending(trajectory: Trajectory) -> list[str]:

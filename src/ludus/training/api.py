@@ -53,6 +53,7 @@ from ludus.training.config.recipe import (
 )
 from ludus.training.config.run import launched_rank
 from ludus.training.data.conversations import Conversation
+from ludus.training.display import ProgressDisplay, show_progress
 from ludus.training.evaluation.evaluate import Evaluation, find_model, measure_sets
 from ludus.training.loop import OnStep, Trainer
 from ludus.training.models.loading import check_source
@@ -60,7 +61,7 @@ from ludus.training.optim.shard_files import UnsavedError
 from ludus.training.preflight import check_engines, check_parts, check_servers, with_step_counts
 from ludus.training.ranks.processes import RankError
 from ludus.training.ranks.steps import serve_rank
-from ludus.training.report import Report, show_progress, write_report
+from ludus.training.report import Report, write_report
 from ludus.training.run_context import build_run_context
 
 log = logging.getLogger(__name__)
@@ -313,9 +314,8 @@ async def train_async(
         counted = with_step_counts(recipe, parts)
         how = again.format(path=str(writer.path))
         with show_progress(writer, show, how, rate_notes(recipe)) as display:
-            watchers = [one for one in (display, on_step) if one is not None]
-            say = display.say if display is not None else log.debug
-            return await _train_on(writer, counted, parts, run is not None, watchers, say)
+            watchers = [on_step] if on_step is not None else []
+            return await _train_on(writer, counted, parts, run is not None, watchers, display)
     except (OSError, UnsavedError) as error:
         if isinstance(error, OSError) and error.errno not in _NO_ROOM:
             raise
@@ -351,12 +351,12 @@ async def _train_on(
     parts: Parts,
     is_resumed: bool,
     watchers: Sequence[OnStep],
-    say: Callable[[str], None],
+    display: ProgressDisplay,
 ) -> Result:
     """Train; after the death of a trainer rank, go on from the last checkpoint as often as the recipe says."""
     for left in reversed(range(recipe.cluster.restarts + 1)):
         try:
-            return await _train_in(writer, recipe, parts, is_resumed, watchers, say)
+            return await _train_in(writer, recipe, parts, is_resumed, watchers, display)
         except RankError as error:
             if not left:
                 raise
@@ -371,7 +371,7 @@ async def _train_in(
     parts: Parts,
     is_resumed: bool,
     watchers: Sequence[OnStep],
-    say: Callable[[str], None],
+    display: ProgressDisplay,
 ) -> Result:
     with writer, setup_logging(writer), _audited(writer, recipe, parts) as parts:
         checkpoint = checkpoint_to_resume(writer, recipe) if is_resumed else None
@@ -379,10 +379,14 @@ async def _train_in(
         if is_resumed and (checkpoint is not None or writer.metrics()):
             text = going_on_text(writer, recipe, checkpoint)
             log.info("%s", text)
-            say(text)
-        async with await build_run_context(
-            recipe, parts, start, run=writer.path.name, folder=writer.path
-        ) as context:
+            display.say(text, is_prose=True)
+        with display.waiting("loading the model"):
+            built = await build_run_context(
+                recipe, parts, start, run=writer.path.name, folder=writer.path
+            )
+        async with built as context:
+            display.begin(context)
+            context.on_tasks = display.measured
             if context.placement is not None:
                 watchers = [*watchers, context.placement.report]
             if is_resumed:  # what was written after the checkpoint will come again
@@ -392,9 +396,10 @@ async def _train_in(
                 writer.add_sink(partial(SINKS.load(name), writer.path, raw, first))
             writer.write_in_background()
             with frozen_gc():
-                trainer = Trainer(context, writer, watchers)
+                trainer = Trainer(context, writer, watchers, display=display)
                 await trainer.train(checkpoint)
-        report = write_report(writer, trainer.recipe)
+        display.close()
+        report = write_report(writer, trainer.recipe, trainer.findings)
         await asyncio.sleep(0)  # a Ctrl-C of meanwhile ends the run here, where what is saved is said
         latest = writer.latest_checkpoint()
         if latest is None:

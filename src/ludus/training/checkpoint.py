@@ -249,14 +249,19 @@ def finished_text(recipe: Recipe, counted: Recipe, done: RunProgress | None, run
     """
     if done is None or done.step < sum(stage.total_steps for stage in counted.stages):
         return None
-    text, key = f"{run} is finished: all {done.step} steps are done.", length_key(recipe)
-    if key is None:
+    text, longer = f"{run} is finished: all {done.step} steps are done.", longer_command(recipe, run)
+    if longer is None:
         return f"{text} Its last stage is an evaluation, so it cannot be extended. {_OTHERWISE}"
+    return f"{text} To extend it, raise the length of its last stage: {longer}"
+
+
+def longer_command(recipe: Recipe, run: str) -> str | None:
+    """The command that makes a finished run twice as long in its last stage; None where that does not learn."""
+    key = length_key(recipe)
+    if key is None:
+        return None
     longer = 2 * getattr(recipe.stages[-1], key.rpartition(".")[2])
-    return (
-        f"{text} To extend it, raise the length of its last stage: "
-        f"ludus train --resume {run} {key}={longer}"
-    )
+    return f"ludus train --resume {run} {key}={longer}"
 
 
 def replayed_recipe(run: RunFolder, overrides: Sequence[str] = ()) -> Recipe:

@@ -16,7 +16,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -25,7 +25,16 @@ from ludus.core.config import apply_overrides
 from ludus.core.failures import failed_episodes_warning
 from ludus.core.trajectory import Group
 from ludus.kernels.device import GpuMonitor
-from ludus.observe import Checkpoint, RunWriter, explain_silence, prefixed, remove_directory
+from ludus.observe import (
+    Checkpoint,
+    EpisodeTally,
+    Finding,
+    RunWriter,
+    prefixed,
+    remove_directory,
+    run_findings,
+)
+from ludus.observe.console import numbers_text
 from ludus.training.checkpoint import (
     RunProgress,
     load_progress,
@@ -33,17 +42,18 @@ from ludus.training.checkpoint import (
     save_checkpoint,
 )
 from ludus.training.config.recipe import stage_ends
+from ludus.training.display import SHOWN, ProgressDisplay
 from ludus.training.early_end import best_of, idle_patience, reason_to_end
 from ludus.training.evaluation.evaluate import Evaluation
-from ludus.training.report import no_signal_text, stage_of, write_diagnosis
+from ludus.training.report import stage_of, success_text, write_diagnosis, write_report
 from ludus.training.run_context import RunContext
 from ludus.training.stages import Stage, StepResult, stage_class
 from ludus.training.stages.base import check_failures
 
 log = logging.getLogger(__name__)
 
-_SILENT_STEPS = 3
-"""After so many steps in a row without signal, people are warned."""
+_LOOKS = 50
+"""How often findings are looked for while the rows of metrics double."""
 
 OnStep = Callable[[str, int, int, dict[str, float]], None]
 """Called as (phase, step, total, metrics) after every step, to show progress."""
@@ -58,6 +68,7 @@ class Trainer:
         run: RunWriter,
         watchers: Sequence[OnStep] = (),
         clock: Callable[[], float] = time.monotonic,
+        display: ProgressDisplay | None = None,
     ) -> None:
         self.context = context
         self.recipe = context.recipe
@@ -76,8 +87,14 @@ class Trainer:
         self._warned: set[str] = set()
         """Warnings that were logged already: each is logged once."""
         self._gpus: GpuMonitor | None = None
-        self._silent = 0
-        """Steps in a row from which nothing could be learned."""
+        self._display = display or ProgressDisplay()
+        self._rows: list[dict[str, float]] = []
+        """The metrics of all steps."""
+        self._tally = EpisodeTally(has_tools=context.has_tools)
+        self.findings: list[Finding] = []
+        """What needs a person, as of the newest look."""
+        self._found: set[tuple[str, str]] = set()
+        """What these were about: each finding is told once."""
 
     async def train(self, checkpoint: Checkpoint | None = None) -> None:
         """All stages, or what is left of them after a checkpoint."""
@@ -107,8 +124,9 @@ class Trainer:
     def _go_on(self, checkpoint: Checkpoint) -> None:
         self.progress = load_progress(checkpoint.path)
         self._saved = checkpoint.step
+        self._rows = self.run.metrics()
         self._measured = {
-            row["step"] for row in self.run.metrics() if any(name.startswith("eval/") for name in row)
+            int(row["step"]) for row in self._rows if any(name.startswith("eval/") for name in row)
         }
         load_rewards(checkpoint.path, self.context.scorers)
 
@@ -126,6 +144,7 @@ class Trainer:
             return
         save_checkpoint(self.run, self.progress, self.context, stage, self._rewards)
         self._saved, self._saved_at = self.progress.step, self._clock()
+        log.info("step %d: saved", self.progress.step)
         self._prune()
 
     def _prune(self) -> None:
@@ -151,8 +170,10 @@ class Trainer:
             await self._evaluate()
 
     async def _run_steps(self, stage: Stage[Any], number: int, checkpoint: Checkpoint | None) -> None:
+        log.info("%s: %d steps", stage.phase, stage.steps)
         await self.context.refresh_engine()
-        await stage.begin()
+        with self._display.waiting(f"preparing {stage.phase}"):
+            await stage.begin()
         if checkpoint is not None:
             stage.load(checkpoint.path)
             await self._evaluate_between(stage)  # which may be what the run was stopped in
@@ -213,7 +234,7 @@ class Trainer:
             prefixed(stage.config.prefix, result.metrics) if stage.config.prefix else result.metrics
         )
         self._warn_of_failures(result.groups, "held-out" if result.split == "eval" else "training")
-        self._warn_of_silence(result.metrics)
+        self._tally.add(self.progress.step, (t for g in result.groups for t in g.trajectories))
         if not stage.config.learns:
             self._log(stage.phase, self.progress.step, self.progress.step, metrics)
             return
@@ -230,16 +251,17 @@ class Trainer:
             self._warned.add(key)
             log.warning("step %d: %s", self.progress.step, text)
 
-    def _warn_of_silence(self, metrics: Mapping[str, float]) -> None:
-        """Say, once, that several steps in a row have taught nothing; and once that there is nothing left."""
-        self._silent = self._silent + 1 if metrics.get("no_signal") else 0
-        if self._silent < _SILENT_STEPS:
+    def _look(self) -> None:
+        """Look for what needs a person, and tell it once."""
+        if len(self._rows) % (len(self._rows) // _LOOKS + 1):
             return
-        is_solved = explain_silence(metrics).is_solved
-        if f"solved: {is_solved}" not in self._warned:
-            self._warned.add(f"solved: {is_solved}")
-            level = logging.INFO if is_solved else logging.WARNING
-            log.log(level, "%s", no_signal_text(metrics, f"in {self._silent} steps in a row"))
+        self.findings = run_findings(self._rows, self._tally.findings())
+        new = [one for one in self.findings if one.key not in self._found]
+        for one in new:
+            self._found.add(one.key)
+            self._display.find(self.progress.step, one)
+        if new:
+            write_report(self.run, self.recipe, self.findings, is_live=True)
 
     async def _evaluate_between(self, stage: Stage[Any]) -> None:
         """Evaluate if it is time to in the midst of a stage; at its end it always is."""
@@ -261,8 +283,11 @@ class Trainer:
         self.evaluations[stage_of(step, self.recipe)] = result
         self.run.write_groups(result.groups, step, "eval")
         self._measured.add(step)
+        self._tally.add(step, result.trajectories)
         self._log("evaluation", step, step, prefixed("eval", result.metrics))
-        write_diagnosis(self.run, stage_of(step, self.recipe), result.trajectories)
+        when = stage_of(step, self.recipe)
+        write_diagnosis(self.run, when, result.trajectories, has_tools=self.context.has_tools)
+        write_report(self.run, self.recipe, self.findings, is_live=True)
         best = best_of(self.run.metrics(), self.recipe)
         if best is not None and best.step == step:
             self.save()
@@ -270,5 +295,12 @@ class Trainer:
     def _log(self, phase: str, number: int, total: int, metrics: dict[str, float]) -> None:
         metrics |= {} if self._gpus is None else self._gpus.take()
         self.run.log(self.progress.step, metrics)
-        for watch in self._watchers:
+        is_measured = phase == "evaluation"
+        told = f"success {success_text(metrics)}" if is_measured else numbers_text(metrics, SHOWN)
+        of = "" if is_measured else f" {number}/{total}"
+        log.info("step %d: %s%s  %s", self.progress.step, phase, of, told)
+        watchers: list[OnStep] = [self._display, *self._watchers]
+        for watch in watchers:
             watch(phase, number, total, metrics)
+        self._rows.append({"step": self.progress.step, **metrics})
+        self._look()

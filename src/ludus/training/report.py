@@ -1,34 +1,26 @@
-"""A run for people: its progress while it trains, and a report of tables, a curve and two episodes at its end.
+"""A run for people: a report of tables, findings, a curve and two episodes.
 
 The report is read from the run's folder alone.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-
-from rich.console import Console
-from rich.text import Text
 
 from ludus.core.failures import NOTABLE_SHARE, Failure, failed_episodes_text
 from ludus.core.trajectory import Trajectory, is_success
 from ludus.observe import (
     LOSSES,
-    SHOWN_METRICS,
     Cell,
-    Progress,
+    Finding,
     ReportTable,
     RunFolder,
-    RunWriter,
     Share,
     atomic_write,
     diagnose,
     episode_text,
-    explain_silence,
     markdown_text,
     plot_curve,
     read_failures,
@@ -40,7 +32,6 @@ from ludus.training.early_end import best_of, plateau_report
 
 _FILES_LOOKED_AT = 500
 """How many of the newest files of episodes are searched for the causes of failures."""
-_RAISED_NOTABLY = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +50,15 @@ class Report:
     best_stage: str = ""
     """When that was, such as "after the warm start": the best need not be of the last stage."""
     warnings: list[str] = field(default_factory=list)
-    """Warnings beside the numbers: lost episodes, steps that taught nothing."""
+    """Warnings beside the numbers: episodes that are missing from them."""
+    findings: Sequence[Finding] = ()
+    """What needs a person."""
 
 
-def write_report(run: RunFolder, recipe: Recipe) -> Report:
-    """Draw `curve.png` and write `report.md` into the run's folder."""
+def write_report(
+    run: RunFolder, recipe: Recipe, findings: Sequence[Finding] = (), *, is_live: bool = False
+) -> Report:
+    """Write `report.md` into the run's folder, and draw `curve.png`, which a run that goes on does not have."""
     best = best_of(run.metrics(), recipe)
     path = {one.step: one.path for one in run.checkpoints()}.get(best.step) if best else None
     when = stage_of(best.step, recipe) if best else ""
@@ -71,34 +66,45 @@ def write_report(run: RunFolder, recipe: Recipe) -> Report:
     measured = {row["step"]: row for row in run.metrics() if row.get("eval/episodes") is not None}
     report = Report(
         _held_out(measured.values(), recipe),
-        _samples(run, recipe),
+        [] if is_live else _samples(run, recipe),
         _losses(run, recipe),
         path,
         {stage_of(step, recipe): success_text(row) for step, row in measured.items()},
         when,
         _warnings(run),
+        [one for one in findings if one.kind != "lost"],
     )
-    plot_curve(run.curve_path, run.metrics(), title=recipe.name)
-    tables = [report.held_out, report.losses, *_passes(run)]
-    parts = [f"# {run.name}\n", *(table.markdown() for table in tables if table.rows)]
+    parts = [f"# {run.name}\n", *(["The run goes on.\n"] if is_live else [])]
+    parts += [table.markdown() for table in _tables(report, run) if table.rows]
     if best is not None and path is not None:
         by = recipe.evaluation.best_by
         value = share_text(best.value) if by == "success" else f"{best.value:.3f}"
         parts.append(f"Best checkpoint: `checkpoints/{path.name}` (held-out {by} {value}, {when})\n")
     parts += [f"**Warning:** {markdown_text(text)}\n" for text in report.warnings]
-    parts.append("![curve](curve.png)\n")
+    if report.findings:
+        told = [f"- **{markdown_text(f.title)}.** {markdown_text(f.detail)}" for f in report.findings]
+        parts.append("## What needs a person\n\n" + "\n".join(told) + "\n")
+    parts += [] if is_live else ["![curve](curve.png)\n"]
     parts += _plateaus(run, recipe)
     if run.diagnosis_path.exists():
         parts.append(run.diagnosis_path.read_text())
     for label, trajectory in report.samples:
         parts.append(f"## An episode {label}\n\n```text\n{episode_text(trajectory)}\n```\n")
     atomic_write(run.report_path, "\n".join(parts))
+    if not is_live:  # last: a finished run is known by it
+        plot_curve(run.curve_path, run.metrics(), title=recipe.name)
     return report
 
 
-def write_diagnosis(run: RunFolder, when: str, episodes: Sequence[Trajectory]) -> None:
+def _tables(report: Report, run: RunFolder) -> list[ReportTable]:
+    return [report.held_out, report.losses, *_passes(run)]
+
+
+def write_diagnosis(
+    run: RunFolder, when: str, episodes: Sequence[Trajectory], *, has_tools: bool
+) -> None:
     """Write why held-out episodes did not succeed into the run's folder: those of the newest evaluation."""
-    found = diagnose(episodes).markdown or "Every scored episode succeeded.\n"
+    found = diagnose(episodes, has_tools=has_tools).markdown or "Every scored episode succeeded.\n"
     atomic_write(run.diagnosis_path, f"## Failure modes, {when}\n\n{found}")
 
 
@@ -127,7 +133,7 @@ def _held_out(measured: Collection[Mapping[str, float]], recipe: Recipe) -> Repo
     has_lost = any(row["eval/episodes_scored"] < row["eval/episodes"] for row in measured)
     scored = ("scored",) if has_lost else ()
     return ReportTable(
-        ("held-out tasks", "step", "success", *scored, "failed", "reward", "turns", "tool errors"),
+        ("held-out tasks", "step", "success", *scored, "lost", "reward", "turns", "tool errors"),
         [
             [
                 stage_of(int(row["step"]), recipe),
@@ -173,19 +179,8 @@ def success_text(row: Mapping[str, float]) -> str:
     return share_text(success) + (f" ({scored} of {played} scored)" if scored < played else "")
 
 
-def no_signal_text(row: Mapping[str, float], steps: str) -> str:
-    """Why nothing was learned in `steps`, as far as the last one of them tells, and what to do."""
-    why = explain_silence(row)
-    found = "nothing was left to learn" if why.is_solved else "no signal"
-    return (
-        f"{found} {steps}: the rewards of each group were all equal (mean {row.get('reward', 0.0):.2f}), so "
-        f"every advantage was 0. Most likely {why.likely}. Read some episodes (ludus show RUN); then "
-        f"{why.advice}"
-    )
-
-
 def _warnings(run: RunFolder) -> list[str]:
-    """Warnings for readers of the table, from the run's numbers and the failures of its episodes."""
+    """Warnings for readers of the table, of the episodes that are missing from it."""
     rows = run.metrics()
     found: list[str] = []
     for split, which in (("train", "training"), ("eval", "held-out")):
@@ -195,18 +190,6 @@ def _warnings(run: RunFolder) -> list[str]:
             then = " and were not scored: what was measured is over the others"
             causes = list(_failures(run, split))
             found.append(failed_episodes_text(failed, played, then, causes, which))
-    reinforced = [row for row in rows if row.get("no_signal") is not None]
-    silent = [row for row in reinforced if row["no_signal"]]
-    if len(silent) < len(reinforced):  # it has learned: what it has solved by now is no trouble
-        silent = [row for row in silent if not explain_silence(row).is_solved]
-    if silent and len(silent) >= NOTABLE_SHARE * len(reinforced):
-        found.append(no_signal_text(silent[-1], f"in {len(silent)} of {len(reinforced)} steps"))
-    shares = [row["fault_share/tool_raised"] for row in rows if "fault_share/tool_raised" in row]
-    if shares and sum(shares) / len(shares) >= _RAISED_NOTABLY:
-        found.append(
-            f"{share_text(sum(shares) / len(shares))} of all tool calls ended in an exception of the tool: if "
-            "that is a mistake in the tool, the log says where it was raised"
-        )
     return found
 
 
@@ -253,93 +236,3 @@ def _samples(run: RunFolder, recipe: Recipe) -> list[tuple[str, Trajectory]]:
     old, new = (learned or pairs)[0]
     what = "RL" if rl is not None else "training"
     return [(f"before {what}", old), (f"after {what}", new)]
-
-
-_OWN = {
-    "pairs": "pairs",
-    "accuracy": "accuracy",
-    "kept": "kept",
-    "reverse_kl": "KL",
-    "loss": "loss",
-    "held_out_loss": "held-out loss",
-}
-_SHOWN = {**SHOWN_METRICS} | {
-    f"{stage.prefix}/{name}": label
-    for stage in STAGE_CONFIGS
-    if stage.prefix and stage.learns
-    for name, label in {**SHOWN_METRICS, **_OWN}.items()
-}
-"""Metrics of a progress line, if present: RL's numbers, and under their names those of other stages."""
-
-
-class ProgressDisplay:
-    """One progress bar for each stage, fed by the trainer after every step."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._open = ExitStack()
-        self._phase = ""
-        self._bar: Progress | None = None
-
-    def __call__(self, phase: str, step: int, total: int, metrics: dict[str, float]) -> None:
-        if phase == "evaluation":
-            self._evaluated(step, metrics)
-            return
-        if phase != self._phase or self._bar is None:
-            self.close()
-            self._phase = phase
-            # KTO learns from single episodes
-            shown = {**_SHOWN, "dpo/pairs": "episodes"} if phase.startswith("KTO") else _SHOWN
-            bar = Progress(total, phase, console=self._console, first=step - 1, shown=shown)
-            self._bar = self._open.enter_context(bar)
-        self._bar.update(step, metrics)
-
-    def _evaluated(self, step: int, metrics: dict[str, float]) -> None:
-        shown = [f"success {success_text(metrics)}"]
-        if (low := metrics.get("eval/success_low")) is not None and metrics.get("eval/failures"):
-            bounds = f"{share_text(low)} to {share_text(metrics['eval/success_high'])}"
-            shown.append(f"{metrics['eval/failures']:.0f} FAILED (95% interval {bounds})")
-        passes = [name for name in metrics if name.startswith("eval/pass@")]
-        shown += [f"{name.removeprefix('eval/')} {share_text(metrics[name])}" for name in passes]
-        modes = {
-            n.rpartition("/")[2]: v for n, v in metrics.items() if n.startswith("eval/failure_mode/")
-        }
-        if (most := max(modes, key=lambda mode: modes[mode], default=None)) is not None and modes[most]:
-            shown.append(f"most failures by {most.replace('_', ' ')} ({share_text(modes[most])})")
-        self.say(f"held-out tasks after step {step}: {', '.join(shown)}")
-
-    def say(self, text: str) -> None:
-        """A line of its own, above the bar where there is one."""
-        if self._bar is not None:
-            self._bar.say(text)
-        else:
-            self._console.print(Text(text), soft_wrap=True)  # paths and commands are there to be copied
-
-    def close(self) -> None:
-        self._open.close()
-        self._bar = None
-
-
-@contextmanager
-def show_progress(
-    run: RunWriter, console: Console | None, again: str, notes: Sequence[str] = ()
-) -> Iterator[ProgressDisplay | None]:
-    """Show a run: its folder, its progress, and where it was saved when it is stopped.
-
-    `again` is how to go on with it, `notes` are lines to begin with. Without a console nothing is shown.
-    """
-    if console is None:
-        yield None
-        return
-    display = ProgressDisplay(console)
-    display.say("\n".join([f"run folder: {run.path}", *notes]))
-    try:
-        yield display
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        display.close()
-        latest = run.latest_checkpoint()
-        saved = f"saved after step {latest.step} in {latest.path}" if latest else "nothing to save yet"
-        display.say(f"stopped; {saved}. Go on with: {again}")
-        raise
-    finally:
-        display.close()

@@ -31,13 +31,13 @@ from ludus.rollouts.agent import Expert
 from ludus.rollouts.rollout import Rollout
 from ludus.sandbox import close_shared_sandboxes
 from ludus.training.checkpoint import RunProgress, load_progress, save_tokenizer, unsaved_at
-from ludus.training.config.parts import Parts
+from ludus.training.config.parts import Parts, task_set_specs
 from ludus.training.config.recipe import Recipe
 from ludus.training.config.run import ModelConfig
 from ludus.training.data.conversations import Conversation
 from ludus.training.data.rollout_batch import Recording, open_recording
 from ludus.training.data.tasks import TaskSet
-from ludus.training.evaluation.evaluate import Evaluation, measure_sets
+from ludus.training.evaluation.evaluate import Evaluation, OnTasks, measure_sets
 from ludus.training.evaluation.summary import Summary, SummaryOptions
 from ludus.training.models.loading import device_of, load_model
 from ludus.training.models.scratch import fit_tokenizer
@@ -72,6 +72,15 @@ class RunContext:
     """How many versions of the weights the engine has not been given yet."""
     placement: Placement | None = None
     """Where what is not in this process lives; None where all is on this machine."""
+    on_tasks: OnTasks | None = None
+    """Told of each held-out task that has been played."""
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether an episode can call anything that Ludus offers it; a program's own tools are not known."""
+        return any(
+            one.parts.tools or one.parts.all_envs for one in task_set_specs(self.recipe, self.parts)
+        )
 
     @property
     def policy(self) -> nn.Module:
@@ -199,6 +208,7 @@ class RunContext:
                 attempts=attempts,
                 sampling=sampling,
                 seed=self.recipe.seed,
+                on_tasks=self.on_tasks,
             )
         finally:
             for scorer, memory in memories:
@@ -206,7 +216,8 @@ class RunContext:
         await self.engine.forget()
         summary = measured.summary(SummaryOptions(ks=tuple(pass_at) if with_pass else (1,)))
         found = measured.metrics | _estimates(summary, with_pass)
-        return Evaluation(found | diagnose(measured.trajectories).metrics, measured.groups)
+        modes = diagnose(measured.trajectories, has_tools=self.has_tools).metrics
+        return Evaluation(found | modes, measured.groups)
 
 
 def _estimates(summary: Summary, with_pass: bool) -> dict[str, float]:

@@ -11,7 +11,7 @@ from ludus.core.messages import Json
 from ludus.observe import LOSSES, SPLITS, ResultFolder, definition_of, paired_test
 from ludus.training.evaluation.runs import recipe_key
 from ludus.viewer.episode_index import EpisodeIndex, FilterError
-from ludus.viewer.findings import run_findings
+from ludus.viewer.findings import findings_json
 from ludus.viewer.workspace import NotFound, Workspace, plain, series_of, thinned
 
 HEADLINES = ("kept", "eval/success", "success", "reward", "eval/reward", "sft/loss", "dpo/loss", "loss")
@@ -151,10 +151,21 @@ class RunReader:
         live = self._workspace.status(name).is_live
         source = self._index.state.version, len(rows), live
         if self._found.get(name, (None,))[0] != source:
-            planned = planned_steps(recipe)
-            found = run_findings(name, rows, self._index, is_live=live, planned=planned)
+            found = findings_json(
+                name,
+                rows,
+                self._index,
+                is_live=live,
+                planned=planned_steps(recipe),
+                has_tools=_has_tools(recipe),
+            )
             self._found[name] = source, found
         return self._found[name][1]
+
+
+def _has_tools(recipe: Json) -> bool:
+    agent = recipe.get("agent")
+    return isinstance(agent, dict) and bool(agent.get("tools") or agent.get("envs"))
 
 
 def sections_of(names: Sequence[str]) -> list[Json]:

@@ -328,7 +328,7 @@ def _note(where: str, rate: float, usual: UsualRates, recipe: Recipe) -> str:
             "a model made from scratch" if model.is_from_scratch else "all weights of a pretrained model"
         )
     expected = usual.of(model)
-    than = f"usual for {what}" if rate == expected else f"as written; usual for {what}: {expected:g}"
+    than = f"usual for {what}" if rate == expected else f"usual for {what}: {expected:g}"
     return f"learning rate of {where}: {rate:g} ({than})"
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from ludus.training.task_sets import build_task_sets, close_task_sets
 
 TASK_SET = "task_set"
 """The metadata key under which groups of several task sets have their set's name."""
+OnTasks = Callable[[int, int], object]
+"""Called with how many tasks have been played, and of how many; first with 0."""
 _PER_SET = ("success", "reward", "turns")
 
 
@@ -65,23 +68,48 @@ def in_order(groups: Sequence[Group], task_ids: Sequence[str]) -> list[Group]:
 
 
 async def measure(
-    rollout: Rollout, tasks: Sequence[Task], *, attempts: int, sampling: Sampling, seed: int
+    rollout: Rollout,
+    tasks: Sequence[Task],
+    *,
+    attempts: int,
+    sampling: Sampling,
+    seed: int,
+    on_task: Callable[[], object] = lambda: None,
 ) -> Evaluation:
     """Play every task `attempts` times. The same seed gives the same draws before and after training."""
     playing = replace(rollout, attempts=attempts, sampling=sampling)
-    groups = [group async for group in playing.groups(tasks, evaluation_seed(seed))]
+    groups: list[Group] = []
+    async for group in playing.groups(tasks, evaluation_seed(seed)):
+        groups.append(group)
+        on_task()
     return evaluation_of(groups, tasks)
 
 
 async def measure_sets(
-    chosen: Sequence[tuple[TaskSet, Sequence[Task]]], *, attempts: int, sampling: Sampling, seed: int
+    chosen: Sequence[tuple[TaskSet, Sequence[Task]]],
+    *,
+    attempts: int,
+    sampling: Sampling,
+    seed: int,
+    on_tasks: OnTasks | None = None,
 ) -> Evaluation:
-    """Play these tasks of these sets, one set after the other."""
+    """Play these tasks of these sets, one set after the other; `on_tasks` is told how many are done."""
     parts: dict[str, Evaluation] = {}
+    total, done = sum(len(tasks) for _, tasks in chosen), count()
+
+    def one_done() -> None:
+        if on_tasks is not None:
+            on_tasks(next(done), total)
+
+    one_done()
     for number, (one, tasks) in enumerate(chosen):
-        own = seed_of_set(seed, number, one.name)
         parts[one.name] = await measure(
-            one.rollout, tasks, attempts=attempts, sampling=sampling, seed=own
+            one.rollout,
+            tasks,
+            attempts=attempts,
+            sampling=sampling,
+            seed=seed_of_set(seed, number, one.name),
+            on_task=one_done,
         )
     return joined(parts)
 

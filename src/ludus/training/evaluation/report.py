@@ -65,13 +65,13 @@ def single_table(study: Study) -> ReportTable:
     if summary.failed and summary.bounds is not None:
         low, high = summary.bounds
         bounds = f"{share_text(low)} / {share_text(high)}"
-        rows.append(["success, failed ones as 0 / as 1", bounds])
+        rows.append(["success, lost ones as 0 / as 1", bounds])
     rows += [[name, Share.of(estimate)] for name, estimate in _at_k(summary, study.how.ks)]
     rows += [["reward", summary.reward], ["turns", summary.turns]]
     rows += metric_rows(
         [measured.evaluation.metrics], ("tool_calls", "invalid_call_share", "tokens/action")
     )
-    rows += [["truncated", _share(summary.truncated)], ["failed episodes", summary.failed]]
+    rows += [["truncated", _share(summary.truncated)], ["lost episodes", summary.failed]]
     if summary.left_out:
         rows.append(["aborted or not scored", summary.left_out])
     title = f"{measured.model}: {summary.tasks} tasks, {summary.episodes} episodes"
@@ -87,7 +87,7 @@ def full_table(study: Study) -> ReportTable:
         *_place_columns(study),
         "tasks",
         "episodes",
-        "failed",
+        "lost",
         "success",
         *(f"average@{k}" for k in most),
         *(f"pass@{k}" for k in ks),
@@ -122,7 +122,7 @@ def short_table(study: Study) -> ReportTable:
     """
     most = max((k for _, summary in study.summaries for k in summary.passed), default=1)
     ks = study.how.ks or (most,)
-    columns = (*_place_columns(study), "success", *(f"pass@{k}" for k in ks), "failed")
+    columns = (*_place_columns(study), "success", *(f"pass@{k}" for k in ks), "lost")
     names = letters(study)
     rows: list[list[Cell]] = [
         [
@@ -178,7 +178,7 @@ def study_markdown(study: Study) -> str:
         "# Evaluation\n",
         full_table(study).markdown(),
         f"Brackets are {study.how.level:.0%} intervals over tasks. Episodes lost to infrastructure failures "
-        "are counted under `failed` and are in no mean; the intervals of success, average@k, pass@k and pass^k "
+        "are counted under `lost` and are in no mean; the intervals of success, average@k, pass@k and pass^k "
         "allow for them: their lower end counts every lost episode as 0, their upper end as 1.\n",
         *(f"**Warning:** {markdown_text(text)}\n" for text in study_warnings(study)),
     ]
@@ -211,7 +211,7 @@ METRICS = {
     "invalid_call_share": "tool errors",
     "truncated": "truncated",
     "tokens/action": "tokens said",
-    "failures": "infrastructure failures",
+    "failures": "lost episodes",
 }
 """What the numbers of an evaluation are called in tables."""
 
