@@ -43,7 +43,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import ludus
-from ludus.observe import table_markdown
+from ludus.observe import ReportTable
 from ludus.training import load_recipe
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "safe.toml"
@@ -175,7 +175,7 @@ def speed(options: argparse.Namespace, folder: Path, model: str) -> None:
         "lag mean / max",
         "versions an episode",
     ]
-    print(table_markdown([*columns, "success"], rows))
+    print(ReportTable([*columns, "success"], rows).markdown())
 
 
 def learning(options: argparse.Namespace, folder: Path, model: str) -> None:
@@ -208,7 +208,7 @@ def learning(options: argparse.Namespace, folder: Path, model: str) -> None:
         "lag max",
         "smallest ESS",
     ]
-    print(table_markdown(columns, rows))
+    print(ReportTable(columns, rows).markdown())
 
 
 def main() -> None:

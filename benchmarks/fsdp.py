@@ -21,7 +21,7 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "training"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from called_ranks import ALONE, CalledRanks, called_ranks
 from ludus.core import Segment, SegmentKind, StopReason, Task, TokenSequence, Trajectory
 from ludus.model import use_ludus_attention
-from ludus.observe import table_markdown
+from ludus.observe import ReportTable
 from ludus.training import Learner, OptimizerConfig, sft_step
 from ludus.training.optim.sharding import current_group
 
@@ -147,10 +147,10 @@ def main() -> None:
     pair = called_ranks(timeout=600)
     try:
         columns = ["round", "tokens/s, one rank", "tokens/s, two ranks", "ratio"]
-        print(table_markdown(columns, compare_steps(pair, options)), flush=True)
+        print(ReportTable(columns, compare_steps(pair, options)).markdown(), flush=True)
         print()
         columns = ["", "MB", "seconds (median)", "seconds (least)"]
-        print(table_markdown(columns, compare_moves(pair, options)), flush=True)
+        print(ReportTable(columns, compare_moves(pair, options)).markdown(), flush=True)
     finally:
         pair.close()
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 import ludus
-from ludus.observe import RunFolder, table_markdown
+from ludus.observe import ReportTable, RunFolder
 from ludus.training import Recipe, load_recipe
 from ludus.training.models.gguf import located
 
@@ -174,7 +174,7 @@ def table(outcomes: list[Outcome]) -> str:
         ]
         for one in outcomes
     ]
-    return table_markdown(columns, rows)
+    return ReportTable(columns, rows).markdown()
 
 
 def _checkpoint(folder: Path) -> str:

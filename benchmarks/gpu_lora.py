@@ -29,7 +29,7 @@ import gpu_training
 import peft
 import torch
 from gpu_common import machine, say, table, write
-from gpu_training import Batch, Case, Line, build, even_batch, operations
+from gpu_training import Case, Line, Sample, build, even_batch, operations
 
 from ludus.model import fused_linear, use_ludus_attention
 
@@ -66,7 +66,7 @@ def decoded(case: str, model: Any, batch: int, context: int) -> float:
     return asyncio.run(gpu_decode.measure(model, batch, context, new))["steady"]
 
 
-def trained(case: str, model: Any, batch: Batch, steps: int) -> Line:
+def trained(case: str, model: Any, batch: Sample, steps: int) -> Line:
     line = Line("", batch.name, case)
     tokens = sum(batch.lengths)
     if torch.cuda.is_available():

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import ludus
-from ludus.observe import table_markdown
+from ludus.observe import ReportTable
 from ludus.training import load_recipe
 
 Row = dict[str, float]
@@ -108,7 +108,7 @@ def main() -> None:
         f"after, {fewest} turns", "largest gradient norm", "entropy at the end", "action tokens a step",
         "seconds",
     ]  # fmt: skip
-    print(table_markdown(columns, table))
+    print(ReportTable(columns, table).markdown())
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command line does,
 
 import ludus
 from ludus.core import Sampling
-from ludus.observe import table_markdown
+from ludus.observe import ReportTable
 from ludus.training import load_recipe
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "safe.toml"
@@ -35,7 +35,7 @@ def measured(seed: int, folder: Path, **settings: Any) -> tuple[dict[str, float]
     started = time.perf_counter()
     result = ludus.train(recipe)
     seconds = time.perf_counter() - started
-    stages = {str(row[0]): float(str(row[2]).rstrip("%")) for row in result.report.rows}
+    stages = {when: float(share.rstrip("%")) for when, share in result.success.items()}
     greedy = ludus.evaluate(recipe, model=str(result.model), sampling=Sampling(temperature=0))
     stages["greedy"] = 100 * greedy.metrics["success"]
     losses = [row["sft/loss"] for row in result.metrics if "sft/loss" in row]
@@ -67,7 +67,7 @@ def main() -> None:
             "after RL, greedy",
             "wall time",
         ]
-        print(table_markdown(columns, rows))
+        print(ReportTable(columns, rows).markdown())
         rows = []
         for steps in options.imitation:
             stages, _ = measured(0, Path(folder) / f"sft-{steps}", threads=options.threads,
@@ -75,7 +75,9 @@ def main() -> None:
             loss, success, greedy = stages["loss"], stages["after the warm start"], stages["greedy"]
             rows.append([str(steps), f"{loss:.3f}", f"{success:.1f}%", f"{greedy:.1f}%"])
             print(rows[-1], flush=True)
-        print(table_markdown(["steps of imitation", "loss at the end", "success", "greedy"], rows))
+        print(
+            ReportTable(["steps of imitation", "loss at the end", "success", "greedy"], rows).markdown()
+        )
 
 
 if __name__ == "__main__":

@@ -34,9 +34,10 @@ from ludus.dist import RayPlacement
 from ludus.dist.cluster import alive_nodes, on_node
 from ludus.engine import Canary, EngineConfig
 from ludus.engine.replicas import ProcessReplica, ReplicaSettings, ReplicatedEngine
-from ludus.observe import table_markdown
+from ludus.observe import ReportTable
 from ludus.training.models.scratch import fit_tokenizer
 from ludus.training.placement import PolicyWeights
+from ludus.training.ranks.program import Ranks
 
 CONFIG = EngineConfig(cache_tokens=4096)
 
@@ -63,7 +64,7 @@ async def measure(options: argparse.Namespace, address: str) -> list[list[str]]:
     placement = RayPlacement(
         "ray_sync", address=address, nodes=2, ranks=1, engines=2, tools=0, hosts=0, gpus=False
     )
-    source = PolicyWeights(model, HFTokenizer(fit_tokenizer([], 0)))
+    source = PolicyWeights(Ranks.alone(model), HFTokenizer(fit_tokenizer([], 0)))
     canary = Canary.of(VOCABULARY, 4096, "float32")
     settings = ReplicaSettings(engine=CONFIG, threads=1)
     other = alive_nodes()[1].id
@@ -124,7 +125,7 @@ def main() -> None:
         os.environ["PYTHONPATH"] = str(Path(__file__).parent)
         columns = ["", "MB", "seconds (median)", "seconds (least)", "times a copy"]
         rows = asyncio.run(measure(options, cluster.address))
-        print(table_markdown(columns, rows), flush=True)
+        print(ReportTable(columns, rows).markdown(), flush=True)
     finally:
         cluster.shutdown()
 

@@ -33,7 +33,7 @@ import torch
 from ludus.core import Message
 from ludus.core.generation import Sampling
 from ludus.engine import EmbeddedEngine, EngineConfig
-from ludus.observe import table_markdown
+from ludus.observe import ReportTable
 from ludus.training.config.run import ModelConfig
 from ludus.training.data.conversations import Preference, ScoredSteps
 from ludus.training.models.loading import load_model
@@ -117,7 +117,7 @@ def cost(count: int, folder: Path) -> None:
     print(
         f"an episode of {TURNS} turns; a judge's instructions ({shared} tokens) are computed once for all\n"
     )
-    print(table_markdown(names, rows), flush=True)
+    print(ReportTable(names, rows).markdown(), flush=True)
 
 
 def _judged(model: torch.nn.Module, tokenizer: Any, prompts: Sequence[list[int]]) -> float:
@@ -155,7 +155,9 @@ def truth(seeds: list[int], folder: Path) -> None:
         rows.append([f"{noise:.0%}", *shown])
         print(" | ".join(rows[-1]), flush=True)
     print(
-        table_markdown(("wrong labels", "pairs right (truth)", "step scores: correlation (truth)"), rows)
+        ReportTable(
+            ("wrong labels", "pairs right (truth)", "step scores: correlation (truth)"), rows
+        ).markdown()
     )
 
 

@@ -34,7 +34,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ludus.core import Branch, Group, Segment, SegmentKind, StopReason, Task, TokenSequence, Trajectory
 from ludus.model import use_ludus_attention
-from ludus.observe import table_markdown
+from ludus.observe import ReportTable
 from ludus.training import (
     Batch,
     Learner,
@@ -46,7 +46,8 @@ from ludus.training import (
 )
 from ludus.training.config.stages import PreferenceConfig
 from ludus.training.optim.learner import frozen
-from ludus.training.stages.preference import Pair, prefer
+from ludus.training.optim.policy_update import policy_rows
+from ludus.training.stages.preference import Pair, prefer, preference_rows
 
 VOCABULARY = 4096
 BUDGET = 16384
@@ -104,13 +105,15 @@ def grpo(groups: Sequence[Group]) -> tuple[Step, list[Trajectory]]:
     algorithm = "tree_grpo" if any(t.branch for g in groups for t in g.trajectories) else "grpo"
     config = RLConfig(steps=1, tasks=len(groups), algorithm=algorithm)
     played = RolloutBatch(list(groups), frozenset(), [0] * len(groups), {})
-    step = partial(policy_update, played=played, config=config, reference=None, critic=None)
+    rows = policy_rows(played, config)
+    step = partial(policy_update, rows=rows, config=config, reference=None, critic=None)
     return step, [t for group in groups for t in group.trajectories]
 
 
 def dpo(groups: Sequence[Group], reference: nn.Module) -> tuple[Step, list[Trajectory]]:
-    pairs = [Pair(*group.trajectories[:2]) for group in groups]
-    step = partial(prefer, given=pairs, reference=reference, config=PreferenceConfig(loss="dpo"))
+    config = PreferenceConfig(loss="dpo")
+    rows = preference_rows([Pair(*group.trajectories[:2]) for group in groups], config, None)
+    step = partial(prefer, rows=rows, reference=reference, config=config)
     return step, [t for group in groups for t in group.trajectories[:2]]
 
 
@@ -174,7 +177,7 @@ def main() -> None:
         )
         print(table[-1], flush=True)
     columns = ["step", "tokens", "computed", "s without", "s with", "ratio", "floor", "times as fast"]
-    print(table_markdown(columns, table))
+    print(ReportTable(columns, table).markdown())
 
 
 if __name__ == "__main__":

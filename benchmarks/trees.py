@@ -35,7 +35,7 @@ import ludus
 from ludus.envs import load_env
 from ludus.envs.env import reset_env
 from ludus.envs.world import WORLDS
-from ludus.observe import table_markdown
+from ludus.observe import ReportTable
 from ludus.sandbox import Sandbox, SandboxConfig
 from ludus.training import load_recipe
 
@@ -101,7 +101,7 @@ def compare(options: argparse.Namespace, folder: Path, model: str) -> None:
         print("\n".join("  ".join(row) for row in rows[-1 - len(options.branch) :]), flush=True)
     columns = ["seed", "groups", "sampled", "attempts", "attempts/token"]
     columns += ["saved", "no signal", "seconds", "before", "success"]
-    print(table_markdown(columns, rows))
+    print(ReportTable(columns, rows).markdown())
 
 
 def row_of(seed: int, name: str, found: dict[str, float], flat: dict[str, float]) -> list[str]:
@@ -145,7 +145,7 @@ async def forks() -> None:
             took.append((middle - started, time.perf_counter() - middle))
             await snapshot.close()
         rows.append(["sandbox session", *(shown([pair[i] for pair in took]) for i in (0, 1))])
-    print(table_markdown(["state of", "snapshot, ms", "reset and restore, ms"], rows))
+    print(ReportTable(["state of", "snapshot, ms", "reset and restore, ms"], rows).markdown())
 
 
 async def restored(env: Any, task: ludus.Task, name: str, state: Any) -> None:

@@ -23,7 +23,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import ludus
 from ludus.core.trajectory import SegmentKind, Trajectory, is_success
-from ludus.observe import read_trajectories, table_markdown
+from ludus.observe import ReportTable, read_trajectories
 from ludus.training import load_recipe
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "safe.toml"
@@ -100,7 +100,7 @@ def main() -> None:
         ]
         for name, ones in found.items()
     ]
-    print(table_markdown(["search", "solved, by seed", "solved", "tokens"], rows))
+    print(ReportTable(["search", "solved, by seed", "solved", "tokens"], rows).markdown())
 
 
 if __name__ == "__main__":

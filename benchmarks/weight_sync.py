@@ -28,9 +28,10 @@ from fsdp import VOCABULARY, model_of, seconds
 from ludus.chat.tokenizers import HFTokenizer
 from ludus.engine import Canary, EngineConfig
 from ludus.engine.replicas import ProcessReplica, ReplicaSettings, ReplicatedEngine
-from ludus.observe import table_markdown
+from ludus.observe import ReportTable
 from ludus.training.models.scratch import fit_tokenizer
 from ludus.training.placement import PolicyWeights
+from ludus.training.ranks.program import Ranks
 
 
 async def measure(options: argparse.Namespace) -> list[list[str]]:
@@ -44,7 +45,7 @@ async def measure(options: argparse.Namespace) -> list[list[str]]:
         for copied, parameter in zip(copies, model.parameters(), strict=True):
             copied.copy_(parameter.detach())
 
-    source = PolicyWeights(model, HFTokenizer(fit_tokenizer([], 0)))
+    source = PolicyWeights(Ranks.alone(model), HFTokenizer(fit_tokenizer([], 0)))
     canary = Canary.of(VOCABULARY, 4096, "float32")
     settings = ReplicaSettings(engine=EngineConfig(cache_tokens=4096), threads=1)
     times: dict[str, list[float]] = defaultdict(list)
@@ -85,7 +86,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     columns = ["", "MB", "seconds (median)", "seconds (least)", "times a copy"]
-    print(table_markdown(columns, asyncio.run(measure(options))), flush=True)
+    print(ReportTable(columns, asyncio.run(measure(options))).markdown(), flush=True)
 
 
 if __name__ == "__main__":

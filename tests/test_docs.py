@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 from ludus import train
 from ludus.cli.main import app
 from ludus.envs import WORLDS
-from ludus.training import load_recipe
+from ludus.training import Recipe, load_recipe
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -60,11 +61,12 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_the_readme_keeps_its_promise() -> None:
     """A tool, a reward and a run in at most 20 lines of Python, and in at most 40 lines of TOML."""
-    text = (ROOT / "README.md").read_text()
-    python = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)[0]
+    python = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)[0]
     assert len([line for line in python.splitlines() if line.strip()]) <= 20
-    toml = re.findall(r"^```toml\n(.*?)^```", text, re.M | re.S)[0]
-    assert len(toml.splitlines()) <= 40
+    page = (ROOT / "docs" / "quickstart.md").read_text()
+    for toml in re.findall(r"^```toml\n(.*?)^```", page, re.M | re.S):
+        assert len(toml.splitlines()) <= 40
+        assert Recipe.parse(tomllib.loads(toml))
 
 
 def test_the_quickstart_recipe_is_short() -> None:
