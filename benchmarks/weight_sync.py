@@ -31,7 +31,7 @@ from ludus.engine.replicas import ProcessReplica, ReplicaSettings, ReplicatedEng
 from ludus.observe import ReportTable
 from ludus.training.models.scratch import fit_tokenizer
 from ludus.training.placement import PolicyWeights
-from ludus.training.ranks.program import Ranks
+from ludus.training.ranks.steps import Ranks
 
 
 async def measure(options: argparse.Namespace) -> list[list[str]]:
