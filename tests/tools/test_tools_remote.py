@@ -32,10 +32,18 @@ from ludus.core import (
 from ludus.remote.client import PerLoop
 from ludus.serve import ServerConfig, ToolServer
 from ludus.tools import as_toolset, tool
-from ludus.tools.hosting import LocalHost, OutcomeUnknown
+from ludus.tools.hosting import EpisodeLost, LocalHost, OutcomeUnknown
 from ludus.tools.remote import RemoteTools
-from ludus.tools.remote_http import in_order, normalized, unsendable
-from ludus.tools.wire import result_from_json, result_to_json, task_from_json, task_to_json
+from ludus.tools.remote_http import failure_of, in_order, normalized, unsendable
+from ludus.tools.wire import (
+    ErrorBody,
+    error_from_json,
+    error_to_json,
+    result_from_json,
+    result_to_json,
+    task_from_json,
+    task_to_json,
+)
 
 JSON = st.recursive(
     st.none()
@@ -185,6 +193,25 @@ async def test_errors_of_other_versions_are_read_or_named(error: Any, message: s
             await tools.call(ToolCall("look"), context())
         assert caught.value.boundary is (Boundary.ENV if "news" in error else Boundary.SERVER)
         assert not caught.value.retriable
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        EpisodeLost("the worker died", attempts=2),
+        OutcomeUnknown("it may have run", attempts=3),
+        InfraError(Boundary.ENV, "no disk", attempts=4, retriable=False, replay=True),
+        ConfigError("no such tool"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_failure_means_the_same_in_another_process_and_behind_a_server(error: Exception) -> None:
+    told = json.loads(json.dumps(error_to_json(error)))
+    found = [error_from_json(told)]
+    if not isinstance(error, ConfigError):
+        found.append(failure_of(ErrorBody(started=True, **told), told["attempts"], "http://host:1"))
+    for one in found:
+        assert type(one) is type(error) and str(one) == str(error) and vars(one) == vars(error)
 
 
 async def test_the_list_is_asked_for_again_after_a_call() -> None:

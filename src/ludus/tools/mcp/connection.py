@@ -195,7 +195,7 @@ class MCPConnection:
             is_large = LARGER in said or "byte limit" in said
             is_unreadable = self.config.is_http and said.startswith(_HTTP_UNREADABLE) and not is_large
             if error.code == NO_JSON_RPC or is_unreadable:
-                raise self._nonsense(what, " ".join(said.split())[:_MOST_SHOWN]) from error
+                raise self._protocol_error(what, " ".join(said.split())[:_MOST_SHOWN]) from error
             if error.code == CONNECTION_CLOSED and "exceeded the" not in said:
                 if not self.config.is_http:
                     with contextlib.suppress(TimeoutError):
@@ -210,7 +210,7 @@ class MCPConnection:
         except ValidationError as error:
             problem = error.errors(include_url=False, include_input=False)[0]
             place = ".".join(str(step) for step in problem["loc"])
-            raise self._nonsense(what, f"{place}: {problem['msg']}") from error
+            raise self._protocol_error(what, f"{place}: {problem['msg']}") from error
 
     async def _answers(self, session: ClientSession) -> bool:
         """Whether the server answers at all."""
@@ -229,7 +229,7 @@ class MCPConnection:
     def _gone(self, problem: str, kind: Literal["Died", "Hangs", "Nonsense"]) -> ServerGone:
         return ServerGone(f"the MCP server {self.config.label!r} {problem}".strip(), kind)
 
-    def _nonsense(self, what: str, shown: str) -> ServerGone:
+    def _protocol_error(self, what: str, shown: str) -> ServerGone:
         return self._gone(f"answered {what} with what is no MCP: {shown}", "Nonsense")
 
     def _ended(self, what: str) -> ServerGone:
