@@ -5,7 +5,7 @@
 Three tickets, one after the other, go to one of four teams each; an expert sends nine of ten to the right
 one, but tickets about parcels (`mail`) it only guesses. Each way of making data may play 96 episodes; then a
 small model made from scratch imitates what came out, and RL follows, with the same settings for all. Success
-is all three right, measured on 64 tasks that nobody has seen.
+is all three right, measured on 64 held-out tasks.
 
 - raw: 96 demonstrations of the expert, as they are.
 - rejection: the same 96, those that succeed.

@@ -48,7 +48,7 @@ def trained(model: PreTrainedModel, sequences: list[list[int]], prompt: int) -> 
 def stock(
     name: str, sequences: list[list[int]], prompt: int, device: str, dtype: torch.dtype
 ) -> list[float]:
-    """The same weights through the Hugging Face model's own forward pass, a row at a time."""
+    """Log-probabilities of these weights through the Hugging Face model's own forward pass, a row at a time."""
     model = random_model(name, device, dtype)
     values: list[float] = []
     with torch.inference_mode():

@@ -6,7 +6,7 @@
 
 Random weights in bf16, a vocabulary of 151,936 tokens, temperature 1, log-probabilities of every token. A case
 is batch x context: so many requests, each with a prompt of its own, go through `Engine.generate` at once.
-*steady* is the rate between 30% and 80% of all tokens, when every prompt has been read and nobody has finished;
+*steady* is the rate between 30% and 80% of all tokens, when all prompts are read and no request has ended;
 prompts are so long that contexts have the case's length on average in that window. *overall* counts from the
 first request to the last answer, prompts included. The floor is the time to read all weights and all keys and
 values once at the bandwidth of a large copy. Stock `generate` and the continuous batching of transformers run
@@ -142,7 +142,7 @@ def stock_rate(model: PreTrainedModel, contexts: list[list[int]], device: str, n
 def batching_rate(
     model: PreTrainedModel, contexts: list[list[int]], device: str, new: int = 10
 ) -> float:
-    """The same of transformers' continuous batching."""
+    """Tokens per second of transformers' continuous batching."""
 
     def run(inputs: list[list[int]], count: int) -> tuple[float, int]:
         config = GenerationConfig(

@@ -7,7 +7,7 @@ Each of 64 episodes has 4 turns; in each turn the engine takes a fixed time, the
 drawn from a lognormal distribution with a mean of 1 second. A last, short generation answers. The draws are
 the same for both loops:
 
-    bound      the longest episode, if nothing ever waited for anything else: nobody can be faster
+    bound      the longest episode, if nothing ever waited for anything else: no loop can be faster
     Ludus      `Rollout`: one coroutine per episode, as in training
     lock-step  every turn waits for the slowest call of the whole batch, as in loops that generate in batches
 

@@ -35,7 +35,7 @@ class LoopLikeTRL(ludus.Agent):
     """The loop as TRL has it, so that both sides play the same episodes.
 
     It differs from Ludus's own in two ways: a malformed call ends the episode, where Ludus would tell the model
-    what was wrong; and the calls of the last turn are not run, as nobody would read the results.
+    what was wrong; and the calls of the last turn are not run, as the model would not read the results.
     """
 
     async def run(self, episode: ludus.Episode) -> None:

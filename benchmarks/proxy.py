@@ -62,7 +62,7 @@ class Rate:
 
 
 class InstantEngine(Engine):
-    """Says the same call at once, to everybody."""
+    """Answers every request with one call, at once."""
 
     def __init__(self) -> None:
         self._tokens = ByteTokenizer().encode(CALL)

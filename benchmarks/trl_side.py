@@ -113,7 +113,7 @@ def check_tokens(trainer: Any, job: Job, question: list[dict[str, str]]) -> None
 
 
 def settings(job: Job) -> GRPOConfig:
-    """The same work as Ludus does, with the fastest settings that were found for it on a CPU."""
+    """As much work as Ludus does, with the fastest settings that were found for it on a CPU."""
     return GRPOConfig(
         output_dir=str(Path(job.checkpoint).parent / "trl"),
         max_steps=job.steps,

@@ -9,7 +9,7 @@ rest. Episodes are those of `examples/directory.py`, played by its expert once a
     ludus      `Rollout`, as in training: templates, content kept from forging control tokens, parsed actions,
                validated arguments, deadlines, exact tokens, rewards
     bare loop  the same coroutines with the tool called as a function, and each prompt and result encoded once:
-               nobody who tokenizes does less
+               no loop that tokenizes does less
 
 each alone, and beside a thread that wants the interpreter two thirds of the time, as an engine's thread does.
 The tokenizer is fitted on the spot unless one is named.
@@ -125,7 +125,7 @@ def script_of(trajectory: Trajectory, tokenizer: HFTokenizer) -> Script:
 
 
 async def bare(scripts: Sequence[Script], tokenizer: HFTokenizer) -> None:
-    """The same episodes, with nothing but what cannot be left out."""
+    """These episodes, with nothing but what cannot be left out."""
     encode = tokenizer.inner.backend_tokenizer.encode
 
     async def episode(script: Script) -> list[int]:

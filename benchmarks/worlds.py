@@ -72,7 +72,7 @@ async def play(world: World, agent: Any, tasks: list[Task], size: int = 4) -> li
 
 
 def success_of(played: list[Trajectory]) -> float:
-    """The share of successes; an episode that failed for a reason of ours is an error here."""
+    """The share of successes; an infrastructure failure is an error here."""
     for trajectory in played:
         if trajectory.failure is not None:
             raise SystemExit(f"{trajectory.task.id}: {trajectory.failure}")

@@ -89,7 +89,7 @@ def _world(number: int) -> dict[str, dict[str, str]]:
 
 
 def _directions(number: int, cards: Mapping[str, Mapping[str, str]]) -> tuple[list[str], list[str]]:
-    """The relations to follow, and the people on the way: nobody twice, so that no way is a shorter one."""
+    """The relations to follow, and the people on the way: no person twice, so that no way is a shorter one."""
     steps = STEPS[number % len(STEPS)]
     for attempt in range(1000):
         draw = key("directions", number, attempt)

@@ -54,7 +54,7 @@ def few_tasks() -> list[ludus.Task]:
 
 
 def few_held_out() -> list[ludus.Task]:
-    """The same tickets: what is measured is whether the agent learns, not what it makes of it elsewhere."""
+    """The tickets of `few_tasks` again: measured is whether the agent learns, not whether it generalises."""
     return [ludus.Task.of(f"{what}.", team) for what, team in TEAMS.items()] * 2
 
 

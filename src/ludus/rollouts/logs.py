@@ -68,7 +68,7 @@ def is_logs(source: str) -> bool:
             )
         return is_log(parse_user_json(first, source))
     except ConfigError:
-        return False  # whoever reads its rows says what is wrong with them
+        return False  # reading its rows says what is wrong with them
 
 
 def read_logs(source: str) -> list[tuple[Place, Any]]:

@@ -110,7 +110,7 @@ class EpisodeSession:
         self.counts: Counter[str] = Counter()
         self.takes_rewards = takes_rewards
         self.program: asyncio.Future[int] | None = None
-        """The process that alone may use the key, with its children; None where anybody may who has it."""
+        """The process that alone may use the key, with its children; None where any process that has it may."""
         self._clients: WeakSet[asyncio.BaseTransport] = WeakSet()
         """Connections that were found to be the program's."""
         self._models = dict(models or {ANY: TRAINED})

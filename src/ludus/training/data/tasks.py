@@ -110,7 +110,7 @@ class TaskSampler:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            one.name: {"dealt": cursor.sampled, "place": cursor.place}
+            one.name: {"sampled": cursor.sampled, "place": cursor.place}
             for one, cursor in zip(self.sets, self.cursors, strict=True)
         }
 
@@ -118,7 +118,7 @@ class TaskSampler:
         names = [one.name for one in self.sets]
         if sorted(state) != sorted(names):
             raise ConfigError(f"the saved run has the task sets {sorted(state)}, this one {names}")
-        self.cursors = [Cursor(int(state[n]["dealt"]), int(state[n]["place"])) for n in names]
+        self.cursors = [Cursor(int(state[n]["sampled"]), int(state[n]["place"])) for n in names]
 
     def _advance(self, number: int, size: int, hardest: float | None) -> list[int]:
         """The places of the set's next `size` tasks."""

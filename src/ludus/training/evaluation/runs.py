@@ -36,7 +36,7 @@ _MOST_SETTINGS = 3
 
 
 def recipe_key(recipe: Mapping[str, Any]) -> str | None:
-    """The same for all seeds of a recipe, whatever their names and folders; None where it has no seed."""
+    """A key that all seeds of a recipe share, whatever their names and folders; None where it has no seed."""
     if not isinstance(recipe.get("seed"), int):
         return None
     same = {name: value for name, value in recipe.items() if name not in ("name", "run", "seed")}

@@ -153,7 +153,7 @@ class ReservedMemory:
         with torch.cuda.device(self._index):
             torch.cuda.synchronize()
             if torch.cuda.mem_get_info(self._index)[0] < wanted - mapped:
-                torch.cuda.empty_cache()  # what torch keeps for later is of no use to anybody else
+                torch.cuda.empty_cache()  # blocks that torch caches are not free
             try:
                 while mapped < wanted:
                     piece = min(_PIECE, wanted - mapped)
