@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ludus.core.task import Task
     from ludus.core.trajectory import Group, Trajectory
     from ludus.envs import Env
+    from ludus.remote.user_log import log
     from ludus.rewards import group_reward, reward
     from ludus.rollouts import Agent, Episode
     from ludus.tools import Tool, tool
@@ -39,6 +40,7 @@ __all__ = [
     "Trajectory",
     "evaluate",
     "group_reward",
+    "log",
     "reward",
     "rollout",
     "tool",

@@ -163,7 +163,7 @@ def test_a_failed_run_stops_no_other_and_is_named() -> None:
     told = " ".join(errors.split())
     assert "1 of 2 runs failed: algorithm-broken.py-broken-seed-0: error: the estimator" in told
     assert f"ludus train --resume {folder}" in told
-    assert RunFolder(folder / "algorithm-grpo-seed-0").report_path.exists()
+    assert RunFolder(folder / "algorithm-grpo-seed-0").curve_path.exists()
     Path("broken.py").write_text("from ludus.algos.advantages import grpo as broken\n")
     kept = (folder / "algorithm-grpo-seed-0" / "metrics.jsonl").read_bytes()
     process = Started(COMMAND, "train", "--resume", str(folder))

@@ -72,6 +72,7 @@ NAMED_BY = {
     "format": "action formats",
     "engine": "engines",
     "tier": "sandbox backends",
+    "sampler": "task samplers",
 }
 """Keys of recipes by their last part, and the kind of names (`known_names`) that they take."""
 
@@ -86,6 +87,7 @@ def known_names() -> dict[str, list[str]]:
     from ludus.sandbox.config import BACKENDS
     from ludus.synth.method import METHODS
     from ludus.tools.library import TOOLS
+    from ludus.training.data.tasks import SAMPLERS
 
     return {
         "algorithms": list(ALGORITHMS),
@@ -93,6 +95,7 @@ def known_names() -> dict[str, list[str]]:
         "losses": sorted(LOSSES),
         "averages over tokens": sorted(AGGREGATIONS),
         "importance corrections": sorted(CORRECTIONS),
+        "task samplers": sorted(SAMPLERS),
         "environments": [*sorted(WORLDS), *(f"{adapter}:NAME" for adapter in sorted(ADAPTERS))],
         "tools": sorted(TOOLS),
         "rewards": sorted(REWARDS),

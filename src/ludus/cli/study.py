@@ -121,7 +121,7 @@ def _unfinished(settings: Json) -> Path | None:
 
 
 def _left(folder: Path, settings: Json) -> list[str]:
-    return [name for name in settings["members"] if not RunFolder(folder / name).report_path.exists()]
+    return [name for name in settings["members"] if not RunFolder(folder / name).curve_path.exists()]
 
 
 def _go_on(study: StudyFolder, settings: Json, parallel: int) -> None:

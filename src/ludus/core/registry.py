@@ -99,6 +99,18 @@ def import_object(reference: str) -> Any:
     return found
 
 
+def load_function(where: str, reference: str) -> Callable[..., Any]:
+    """The plain function that a setting names by reference."""
+    try:
+        found = import_object(reference)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    if not callable(found) or isinstance(found, type) or inspect.iscoroutinefunction(found):
+        raise ConfigError(f"{where}: {reference} is no plain function (def ...)")
+    made: Callable[..., Any] = found
+    return made
+
+
 def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """`__getattr__` and `__dir__` of a package that imports its names when they are first used
     (Scientific Python SPEC 1, lazy loading).

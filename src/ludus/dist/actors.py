@@ -21,6 +21,7 @@ from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
 from ludus.dist.cluster import Claim, RayCluster, cause_of, load_ray, node_for
 from ludus.envs.remote import RemoteEnv
+from ludus.remote import user_log
 from ludus.remote.channel import Frame
 from ludus.remote.supervisor import NoWorker, Supervisor, WorkerDied
 from ludus.rewards.registry import build_reward
@@ -48,6 +49,7 @@ class RunActor:
         with suppress(OSError):
             os.chdir(folder)
         self._folder = folder
+        user_log.refuse()
         self._told: Json = {"run": run, "role": role, "number": number, "pid": os.getpid()}
         self._heard = time.time()
 

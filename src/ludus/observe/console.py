@@ -102,6 +102,9 @@ SHOWN_METRICS: Mapping[str, str] = {
     "no_signal": "NO SIGNAL",
 }
 """The numbers on display, and what they are called there."""
+CUSTOM = "custom/"
+_MOST_LOGGED = 4
+"""Of what the user has logged, so many numbers are on display."""
 _TROUBLE = ("failure_share", "no_signal")
 """Numbers that are shown only when they are not 0."""
 _PLAIN_SECONDS = 30.0
@@ -170,7 +173,9 @@ class Progress:
             self._bar.start()
 
     def update(self, step: int, metrics: Mapping[str, float], note: str = "") -> None:
-        """Show that `step` steps are done, with the numbers of the last one."""
+        """Show that `step` steps are done, with the numbers of the last one, and what the user has logged."""
+        logged = {name: name.removeprefix(CUSTOM) for name in metrics if name.startswith(CUSTOM)}
+        self._shown = {**self._shown, **dict(sorted(logged.items())[:_MOST_LOGGED])}
         if self._bar is not None:
             numbers = numbers_text(metrics, self._shown)
             self._bar.update(self._task, completed=step, numbers=numbers, note=printable(note))

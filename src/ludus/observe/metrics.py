@@ -260,7 +260,7 @@ TRAINING_METRICS: tuple[Metric, ...] = (
            "anything, since the row before (NVML's utilization.gpu).", "share"),
     Metric("gpu/memory_gb", "The most memory that was in use on one of them, by whatever process.", "GiB",
            "max"),
-    Metric("custom/<name>", "A number of the user's own.", "any"),
+    Metric("custom/<name>", "What user code has logged (`ludus.log`): the mean over the step.", "any"),
 )  # fmt: skip
 
 CATALOGUE: tuple[Metric, ...] = ROLLOUT_METRICS + TRAINING_METRICS

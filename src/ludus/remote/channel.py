@@ -27,6 +27,7 @@ from typing import Any, Protocol, TypeAlias
 
 from ludus.core.messages import Json
 from ludus.core.registry import import_object
+from ludus.remote import user_log
 from ludus.remote.process_worker import end_with_parent
 from ludus.remote.processes import WorkerProcess
 from ludus.remote.supervisor import WorkerDied
@@ -330,6 +331,7 @@ async def _serve(service_name: str, connection: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=connection)
     setup, _ = await read_frame(reader)
     sys.path[:] = setup["path"]
+    user_log.refuse()
     service: Service = import_object(service_name)()
     try:
         await serve_requests(reader, writer, service.answer)

@@ -7,7 +7,8 @@ process group, even while some C code holds the interpreter; where the kernel ca
 
 The frames: an 8-byte length, then a pickle. In: the parent's `sys.path` first, then (files, call) each
 time. Out: "started" when the call is read and its imports are done, then ("value", result) or
-("error", exception) or ("lost", text) for what cannot be pickled.
+("error", exception) or ("lost", text) for what cannot be pickled; before it ("logged", values), where the call
+used `ludus.log`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from typing import Any
 
 _LENGTH = struct.Struct("!Q")
 
+is_worker = False
+"""Whether this process is a worker."""
 is_reading = False
 """Whether this is a worker that imports what a call needs, which must not start workers of its own."""
 
@@ -165,9 +168,13 @@ def _answer(data: bytes, connection: socket.socket) -> bytes:
         is_reading = False
     send(connection, pickle.dumps("started"))
     try:
-        return pickle.dumps(("value", function(*args, **kwargs)))
+        answer = pickle.dumps(("value", function(*args, **kwargs)))
     except BaseException as error:  # noqa: BLE001 - whatever it raised belongs to the caller
-        return _pack_error(error)
+        answer = _pack_error(error)
+    user_log = sys.modules.get("ludus.remote.user_log")  # there, if the call has logged a number
+    if user_log is not None and (values := user_log.swap()):
+        send(connection, pickle.dumps(("logged", values)))
+    return answer
 
 
 def _pack_error(error: BaseException) -> bytes:
@@ -184,6 +191,8 @@ def main() -> None:
     """Serve calls until the parent closes the connection."""
     # An import of this module in here gives this one, and not a second one that reads nothing.
     sys.modules["ludus.remote.process_worker"] = sys.modules["__main__"]
+    global is_worker
+    is_worker = True
     connection = socket.socket(fileno=int(sys.argv[1]))
     end_with_parent(int(sys.argv[2]))
     sys.path[:] = pickle.loads(receive(connection))

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ludus.core.failures import ConfigError
-from ludus.remote import process_worker
+from ludus.remote import process_worker, user_log
 from ludus.remote.threads import DeadlineExceeded, FunctionExited, ThreadExecutor, WorkerError
 
 T = TypeVar("T")
@@ -237,6 +237,9 @@ class CallWorker(WorkerProcess):
         if outcome is None:
             raise WorkerError(f"a worker process read no call within {read_timeout:g} seconds")
         if outcome == "started":
+            outcome = self.receive(timeout)
+        if outcome is not None and outcome[0] == "logged":
+            user_log.add(outcome[1])
             outcome = self.receive(timeout)
         if outcome is None:
             raise DeadlineExceeded(f"no result within {timeout:g} seconds")

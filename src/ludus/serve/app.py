@@ -34,6 +34,7 @@ from typing import Any, Self, TypeVar
 from aiohttp import web
 
 from ludus.core.failures import ConfigError
+from ludus.remote import user_log
 from ludus.remote.threads import run_sync
 from ludus.serve.admission import SMALL, ByteBudget, ByteShare, RequestError
 from ludus.serve.service import ServerConfig
@@ -162,6 +163,7 @@ async def serve_until_told(server: AppServer, on_ready: Callable[[str], Awaitabl
             loop.add_signal_handler(number, on_signal)
 
     listen()
+    user_log.refuse()  # a tool that is served logs into no run
     address = await server.start()
     listen()  # again: tools and hosts may have installed their own signal handlers
     gc.collect()

@@ -21,16 +21,12 @@ if TYPE_CHECKING:
         read_pairs,
         trajectory_of,
     )
+    from ludus.training.data.curricula import Curriculum, CurriculumConfig
     from ludus.training.data.micro_batches import MicroBatch, micro_batches
     from ludus.training.data.rollout_batch import RolloutBatch
-    from ludus.training.data.tasks import (
-        Curriculum,
-        CurriculumConfig,
-        TaskSampler,
-        TaskSet,
-        items_of_step,
-    )
+    from ludus.training.data.tasks import TaskRecord, TaskSampler, TaskSet, items_of_step
     from ludus.training.evaluation.evaluate import Evaluation
+    from ludus.training.hooks import StepEvent
     from ludus.training.loop import Trainer
     from ludus.training.models.loading import check_source, load_model
     from ludus.training.models.lora import add_adapter, save_adapter
@@ -68,6 +64,8 @@ __all__ = [
     "RunContext",
     "RunProgress",
     "ScratchConfig",
+    "StepEvent",
+    "TaskRecord",
     "TaskSampler",
     "TaskSet",
     "TaskSetConfig",

@@ -24,6 +24,7 @@ from ludus.core.task import Task
 from ludus.core.trajectory import Group
 from ludus.envs import Env
 from ludus.observe import SINKS, AuditLog, RunFolder, RunWriter, setup_logging
+from ludus.remote import user_log
 from ludus.remote.threads import frozen_gc, run_coroutine
 from ludus.rollouts.agent import Agent, Expert
 from ludus.tools.calling import forget_errors
@@ -373,7 +374,7 @@ async def _train_in(
     watchers: Sequence[OnStep],
     display: ProgressDisplay,
 ) -> Result:
-    with writer, setup_logging(writer), _audited(writer, recipe, parts) as parts:
+    with writer, setup_logging(writer), user_log.opened(), _audited(writer, recipe, parts) as parts:
         checkpoint = checkpoint_to_resume(writer, recipe) if is_resumed else None
         start = checkpoint.path if checkpoint else None
         if is_resumed and (checkpoint is not None or writer.metrics()):

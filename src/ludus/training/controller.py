@@ -32,8 +32,9 @@ from ludus.core.random import key
 from ludus.core.trajectory import Group, StopReason, Trajectory
 from ludus.observe import keep_images, read_numbered_groups, with_images, write_trajectories
 from ludus.training.config.rl import RolloutSettings
+from ludus.training.data.curricula import DIFFICULTY
 from ludus.training.data.rollout_batch import GroupFilter, KeptGroup, RolloutBatch
-from ludus.training.data.tasks import DIFFICULTY, TaskSampler, TaskSet, seed_of_set
+from ludus.training.data.tasks import TaskSampler, TaskSet, seed_of_set
 from ludus.training.ledger import Ledger
 from ludus.training.player import GroupPlan, LocalPlayer, PlayedGroup, Player
 
@@ -93,7 +94,7 @@ class RolloutController:
         self._sets, self._settings, self._seed = list(sets), settings, seed
         self.ledger, self._player, self._values_at = ledger, player, values_at
         self._stall_seconds = stall_seconds
-        self._sampler = TaskSampler(self._sets, seed)
+        self._sampler = TaskSampler(self._sets, seed, choose=settings.sampler)
         self._plans: dict[int, GroupPlan] = {}
         self._groups: dict[int, KeptGroup] = {}
         self._filter = GroupFilter(self._sets, settings)
@@ -246,6 +247,7 @@ class RolloutController:
 
     def _finish(self, plan: GroupPlan, group: Group) -> None:
         self.ledger.finish(plan.ordinal)
+        self._sampler.observe(plan.set, group)
         kept = self._filter.keep(group, plan.set, plan.draw)
         most = self._settings.refill.rounds if self._settings.refill is not None else 0
         if not kept.is_informative and plan.refills < most:

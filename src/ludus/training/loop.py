@@ -35,6 +35,7 @@ from ludus.observe import (
     run_findings,
 )
 from ludus.observe.console import numbers_text
+from ludus.remote import user_log
 from ludus.training.checkpoint import (
     RunProgress,
     load_progress,
@@ -45,6 +46,7 @@ from ludus.training.config.recipe import stage_ends
 from ludus.training.display import SHOWN, ProgressDisplay
 from ludus.training.early_end import best_of, idle_patience, reason_to_end
 from ludus.training.evaluation.evaluate import Evaluation
+from ludus.training.hooks import StepEvent, StepHooks
 from ludus.training.report import stage_of, success_text, write_diagnosis, write_report
 from ludus.training.run_context import RunContext
 from ludus.training.stages import Stage, StepResult, stage_class
@@ -76,6 +78,7 @@ class Trainer:
         self.progress = RunProgress()
         self.evaluations: dict[str, Evaluation] = {}
         self._watchers = watchers
+        self._hooks = StepHooks(self.recipe.run)
         self._saved: int | None = None
         self._clock = clock
         self._saved_at = clock()
@@ -206,10 +209,15 @@ class Trainer:
         self.recipe = self.recipe.with_stages([*stages[:number], shorter, *stages[number + 1 :]])
 
     async def _advance(self, stage: Stage[Any]) -> None:
+        event = StepEvent(self.run.path, stage.config.kind, self.progress.step + 1)
+        self._hooks.before(event)
         result = await stage.advance(self.progress.done)
         self.progress = replace(self.progress, step=self.progress.step + 1, done=self.progress.done + 1)
         self._rewards = self.context.rewards_state()
-        self._write_down(stage, result)
+        try:
+            self._hooks.after(replace(event, metrics=dict(result.metrics)))
+        finally:  # the step is whole, whatever a hook raises
+            self._write_down(stage, result)
         done = self.progress.done
         if self._is_due(done) and done < stage.steps:
             self.save()
@@ -233,6 +241,8 @@ class Trainer:
         metrics = (
             prefixed(stage.config.prefix, result.metrics) if stage.config.prefix else result.metrics
         )
+        logged = user_log.means(user_log.swap())
+        metrics = metrics | (prefixed("eval", logged) if result.split == "eval" else logged)
         self._warn_of_failures(result.groups, "held-out" if result.split == "eval" else "training")
         self._tally.add(self.progress.step, (t for g in result.groups for t in g.trajectories))
         if not stage.config.learns:
@@ -275,16 +285,20 @@ class Trainer:
         if step in self._measured or is_replay or not any(self.context.held_out(config.tasks)):
             return
         async with self._stage.holding() if self._stage is not None else nullcontext():
-            result = await self.context.measure(
-                attempts=config.attempts, sampling=config.sampling, tasks=config.tasks
-            )
+            of_training = user_log.swap()
+            try:
+                result = await self.context.measure(
+                    attempts=config.attempts, sampling=config.sampling, tasks=config.tasks
+                )
+            finally:
+                logged = user_log.means(user_log.swap(of_training))
         check_failures(result.groups, self.recipe.max_failures)
         self._warn_of_failures(result.groups, "held-out")
         self.evaluations[stage_of(step, self.recipe)] = result
         self.run.write_groups(result.groups, step, "eval")
         self._measured.add(step)
         self._tally.add(step, result.trajectories)
-        self._log("evaluation", step, step, prefixed("eval", result.metrics))
+        self._log("evaluation", step, step, prefixed("eval", result.metrics | logged))
         when = stage_of(step, self.recipe)
         write_diagnosis(self.run, when, result.trajectories, has_tools=self.context.has_tools)
         write_report(self.run, self.recipe, self.findings, is_live=True)

@@ -20,7 +20,8 @@ from ludus.remote.concurrency import EpisodePlaces, GroupPlaces, SamplingGate, s
 from ludus.rollouts.recorder import Budgets
 from ludus.rollouts.rollout import Rollout
 from ludus.training.config.rl import RolloutSettings
-from ludus.training.data.tasks import BUDGETS, STRICTNESS, TaskSet
+from ludus.training.data.curricula import BUDGETS, STRICTNESS
+from ludus.training.data.tasks import TaskSet
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from ludus.training.config.parts import (
 from ludus.training.config.recipe import Recipe, StageConfig
 from ludus.training.config.run import AgentConfig, launched_rank
 from ludus.training.config.stages import OptimizerConfig, SFTConfig
+from ludus.training.hooks import StepHooks
 from ludus.training.models.loading import device_of
 from ludus.training.optim.optimizers import check_optimizer
 from ludus.training.stages import stage_class
@@ -41,6 +42,7 @@ def check_parts(recipe: Recipe, parts: Parts) -> None:
     for one in recipe.run.sinks:
         with errors_at("run.sinks"):
             SINKS.load(one)
+    StepHooks(recipe.run)
     _check_tasks(recipe, parts)
     _check_pools(recipe, parts)
     for where, stage in recipe.named_stages:

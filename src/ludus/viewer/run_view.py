@@ -19,6 +19,7 @@ HEADLINES = ("kept", "eval/success", "success", "reward", "eval/reward", "sft/lo
 _SPARK_POINTS = 60
 SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Outcome", ("success", "reward", "reward/", "pass@", "average@", "held_out_loss", "sets/")),
+    ("Logged by your code", ("custom/",)),
     ("Failures", ("failure_share", "failures", "failure/", "failure_mode/", "aborted", "unscored", "stop/",
                   "truncated")),
     ("Tools", ("tool_calls", "invalid_call_share", "tool/", "fault_share/", "fault/", "invalid_calls")),

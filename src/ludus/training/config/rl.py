@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ludus.core.config import ChoiceConfig, Config, ShortConfig
 from ludus.rollouts.tree import TreeConfig
 from ludus.training.config.rl_checks import check_rl
 from ludus.training.config.run import ModelConfig
 from ludus.training.config.stages import CRITIC_RATES, RL_RATES, BaseStageConfig, OptimizerConfig
-from ludus.training.data.tasks import CurriculumConfig
+from ludus.training.data.curricula import CurriculumConfig
 
 
 class CriticConfig(Config):
@@ -177,6 +177,7 @@ class RolloutSettings:
     overlong: OverlongConfig | None = None
     broken: BrokenConfig = field(default_factory=BrokenConfig)
     tree: TreeConfig | None = None
+    sampler: str | None = None
 
 
 class RLConfig(BaseStageConfig):
@@ -240,7 +241,11 @@ class RLConfig(BaseStageConfig):
     plateau: PlateauConfig | None = None
     """End the stage early when a tool's use does not rise any more; its power law is in the report."""
     curriculum: tuple[CurriculumConfig, ...] = ()
-    """Settings that change while training, such as a growing horizon."""
+    """Settings that change while training, such as a growing horizon; or 'file.py:function', which gives their
+    values (docs/hooks.md)."""
+    sampler: str | None = None
+    """Chooses the tasks of a step: learnable, or 'file.py:function' (docs/hooks.md). Left out, every task comes
+    once an epoch."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer settings."""
 
@@ -248,6 +253,13 @@ class RLConfig(BaseStageConfig):
     def _can_learn(self) -> RLConfig:
         check_rl(self)
         return self
+
+    @field_validator(
+        "curriculum", mode="before", json_schema_input_type=str | tuple[CurriculumConfig, ...]
+    )
+    @classmethod
+    def _curriculum_function(cls, given: Any) -> Any:
+        return ({"function": given},) if isinstance(given, str) else given
 
     @property
     def rollouts(self) -> RolloutSettings:
@@ -260,6 +272,7 @@ class RLConfig(BaseStageConfig):
             self.overlong,
             self.broken,
             self.tree,
+            self.sampler,
         )
 
     def updates_before(self, step: int) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ludus.algos.specs import ALGORITHMS, AlgorithmSpec
 from ludus.core.failures import ConfigError
 from ludus.rollouts.recorder import Budgets
-from ludus.training.data.tasks import BUDGETS, check_settings
+from ludus.training.data.curricula import BUDGETS, by_setting, check_settings, function_of
 
 if TYPE_CHECKING:
     from ludus.training.config.rl import RLConfig
@@ -221,7 +221,7 @@ def check_overlong(
     config: RLConfig, where: str, budgets: Budgets, own_budgets: Sequence[Budgets | None]
 ) -> None:
     """The price for length must be within reach. `own_budgets` are those that task sets give themselves."""
-    if config.overlong is None:
+    if config.overlong is None or function_of(config.curriculum):  # which may set any budget
         return
     most = max(_most_said(config, budgets, own) for own in own_budgets)
     if config.overlong.longest > most:
@@ -233,7 +233,10 @@ def check_overlong(
 
 def _most_said(config: RLConfig, budgets: Budgets, own: Budgets | None) -> int:
     """Tokens that an episode can say under the largest budgets that it will ever have."""
-    moved = {c.setting.removeprefix(BUDGETS): max(c.values) for c in config.curriculum}
+    moved = {
+        name.removeprefix(BUDGETS): max(one.values)
+        for name, one in by_setting(config.curriculum).items()
+    }
     given = {name: getattr(own, name) for name in own.model_fields_set} if own is not None else {}
 
     def budget(name: str) -> int:

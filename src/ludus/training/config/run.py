@@ -339,6 +339,10 @@ class RunConfig(Config):
     """Also write TensorBoard events (extra: tensorboard)."""
     wandb: WandbConfig | None = None
     """Also log to Weights & Biases (extra: wandb): "PROJECT", or { project = "PROJECT", tags = ["a"], ... }."""
+    before_step: tuple[str, ...] = ()
+    """Functions that are called before every step, such as 'file.py:function' (docs/hooks.md)."""
+    after_step: tuple[str, ...] = ()
+    """Functions that are called after every step, with its metrics."""
     sinks: tuple[str, ...] = ()
     """Also send metrics to what these functions open, such as 'file.py:open_sink' (docs/observe.md)."""
 

@@ -1,14 +1,8 @@
-"""What a step plays: tasks from one or several sets, mixed by weights, and settings that change while training.
+"""What a step plays: tasks from one or several sets, mixed by weights.
 
 Within a set, every task comes once an epoch, in an order that the seed and the epoch decide. The sampler has a
 cursor for each set: refills take further tasks, and tasks above a curriculum's difficulty are skipped.
 Everything is a function of seed, position and weights, so that a resumed run sees the tasks it would have seen.
-
-A curriculum starts easy. A *schedule* says from which step on a value holds. An *adaptive* setting moves on by
-itself when a metric, averaged over the last steps, says so. Both are state machines over the steps' metrics:
-pure, resumable, and shown among the metrics as `curriculum/<setting>`. The growing horizon is that of
-ScalingInter-RL: Xi et al., "AgentGym-RL: Training LLM Agents for Long-Horizon Decision Making through
-Multi-Turn Reinforcement Learning", 2025, arXiv:2509.08755.
 """
 
 from __future__ import annotations
@@ -16,22 +10,21 @@ from __future__ import annotations
 import math
 import statistics
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache
 from itertools import islice
-from typing import Any, Literal, NamedTuple, TypeVar
+from random import Random
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
-from pydantic import Field, StrictFloat, StrictInt, ValidationError, model_validator
-
-from ludus.core.config import Config
-from ludus.core.config_errors import problem_lines
 from ludus.core.failures import ConfigError
 from ludus.core.random import key, shuffled
+from ludus.core.registry import Registry, load_function
 from ludus.core.task import Task
-from ludus.observe import SPLITS, definition_of
-from ludus.rollouts.recorder import Budgets
+from ludus.core.trajectory import Group, is_success
+from ludus.core.user_code import error_with_location
 from ludus.rollouts.rollout import Rollout
 
 
@@ -66,6 +59,37 @@ class Cursor:
     """The next place in the set's endless order."""
 
 
+class TaskRecord(NamedTuple):
+    """What the groups of a task that have been played say of it."""
+
+    groups: int = 0
+    """How many there were."""
+    success: float = 0.0
+    """Share of the newest group's scored attempts that succeeded."""
+    reward: float = 0.0
+    """Their mean reward."""
+
+
+ChooseTask = Callable[[Sequence[Task], Mapping[str, TaskRecord], int], int]
+"""A task sampler: the place of the next task among a set's tasks, from the records by task id and a seed that
+is another one for every draw."""
+
+SAMPLERS = Registry("task sampler", {"learnable": "ludus.training.data.tasks:learnable"})
+"""Samplers of tasks for `rl.sampler`; without one, every task comes once an epoch."""
+_CANDIDATES = 64
+
+
+def learnable(tasks: Sequence[Task], records: Mapping[str, TaskRecord], seed: int) -> int:
+    """Of some tasks, one that sometimes succeeds: by the variance of its success, p (1 - p).
+
+    A task that was not played counts as p = 1/2; what always or never succeeds comes back now and then.
+    """
+    draw = Random(seed)
+    candidates = [draw.randrange(len(tasks)) for _ in range(_CANDIDATES)]
+    shares = [records[tasks[i].id].success if tasks[i].id in records else 0.5 for i in candidates]
+    return draw.choices(candidates, [0.02 + p * (1 - p) for p in shares])[0]
+
+
 @dataclass(slots=True)
 class TaskSampler:
     """Samples tasks from several sets by their weights. A copy samples the same ones, independently."""
@@ -75,6 +99,10 @@ class TaskSampler:
     cursors: list[Cursor] = field(default_factory=list)
     difficulties: dict[int, Sequence[float]] = field(default_factory=dict)
     """Task difficulties of the sets for which a curriculum has asked; copies share them."""
+    choose: str | None = None
+    """Chooses the tasks within a set (`SAMPLERS`); None: every task once an epoch."""
+    records: dict[int, dict[str, TaskRecord]] = field(default_factory=dict)
+    """By set and task id, where tasks are chosen."""
 
     def __post_init__(self) -> None:
         names = [one.name for one in self.sets]
@@ -108,10 +136,23 @@ class TaskSampler:
             for place in [next(sampled[number])]
         ]
 
+    def observe(self, number: int, group: Group) -> None:
+        """Take in a played group of a set."""
+        scored = group.trainable
+        if self.choose is None or not scored:
+            return
+        own = self.records.setdefault(number, {})
+        own[group.task.id] = TaskRecord(
+            own.get(group.task.id, TaskRecord()).groups + 1,
+            statistics.fmean(map(is_success, scored)),
+            statistics.fmean(one.reward or 0.0 for one in scored),
+        )
+
     def state_dict(self) -> dict[str, Any]:
         return {
             one.name: {"sampled": cursor.sampled, "place": cursor.place}
-            for one, cursor in zip(self.sets, self.cursors, strict=True)
+            | ({"records": dict(self.records.get(number, {}))} if self.choose is not None else {})
+            for number, (one, cursor) in enumerate(zip(self.sets, self.cursors, strict=True))
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -119,10 +160,18 @@ class TaskSampler:
         if sorted(state) != sorted(names):
             raise ConfigError(f"the saved run has the task sets {sorted(state)}, this one {names}")
         self.cursors = [Cursor(int(state[n]["sampled"]), int(state[n]["place"])) for n in names]
+        self.records = {
+            number: {task: TaskRecord(*one) for task, one in state[name].get("records", {}).items()}
+            for number, name in enumerate(names)
+        }
 
     def _advance(self, number: int, size: int, hardest: float | None) -> list[int]:
         """The places of the set's next `size` tasks."""
         one, cursor = self.sets[number], self.cursors[number]
+        if self.choose is not None:
+            places = [self._chosen(number, cursor.place + n, hardest) for n in range(size)]
+            self.cursors[number] = replace(cursor, place=cursor.place + size)
+            return places
 
         if hardest is not None and number not in self.difficulties:
             self.difficulties[number] = array("d", map(difficulty_of, one.tasks))
@@ -147,6 +196,31 @@ class TaskSampler:
                 chosen.append(index)
         self.cursors[number] = replace(cursor, place=place)
         return chosen
+
+    def _chosen(self, number: int, draw: int, hardest: float | None) -> int:
+        """What the sampler chooses as the set's draw of this number."""
+        one, records = self.sets[number], MappingProxyType(self.records.get(number, {}))
+        if hardest is not None:
+            raise ConfigError(
+                "rl.sampler and a curriculum of tasks.difficulty both choose tasks: leave out one"
+            )
+        seed = key(seed_of_set(self.seed, number, one.name), "sampler", draw)
+        assert self.choose is not None
+        try:
+            chosen = load_sampler(self.choose)(one.tasks, records, seed)
+        except Exception as error:
+            raise ConfigError(f"rl.sampler {self.choose} raised {error_with_location(error)}") from error
+        if isinstance(chosen, bool) or not isinstance(chosen, int) or not 0 <= chosen < len(one.tasks):
+            raise ConfigError(
+                f"rl.sampler {self.choose} gave {chosen!r:.60}, which is no place among the {len(one.tasks)} "
+                f"tasks of the set {one.name!r}"
+            )
+        return chosen
+
+
+def load_sampler(name: str) -> ChooseTask:
+    found: ChooseTask = load_function("rl.sampler", SAMPLERS.get(name, name))
+    return found
 
 
 def seed_of_set(seed: int, number: int, name: str) -> int:
@@ -209,169 +283,3 @@ def next_sets(weights: Sequence[float], drawn: Sequence[int], size: int) -> list
         had[first] += 1
         chosen.append(first)
     return chosen
-
-
-# Curricula.
-
-BUDGETS = "budgets."
-DIFFICULTY = "tasks.difficulty"
-STRICTNESS = "rewards.strictness"
-
-
-class AdaptiveConfig(Config):
-    """A value that moves on when the model is ready for it."""
-
-    start: float
-    """Where it begins."""
-    stop: float
-    """Where it ends; it can be below the start."""
-    by: float = Field(gt=0)
-    """How far it moves at a time."""
-    metric: str = "success"
-    """The metric that decides: success, truncated, or any metric of a step."""
-    above: float | None = None
-    """Move on when the metric's mean is at least this."""
-    below: float | None = None
-    """Move on when the metric's mean is at most this."""
-    over: int = Field(default=5, ge=1)
-    """Over how many steps the mean is taken; they are counted anew after each move."""
-
-    @model_validator(mode="after")
-    def _can_move(self) -> AdaptiveConfig:
-        if self.start == self.stop:
-            raise ValueError(f"start and stop are both {self.start:g}, so the value would never move")
-        if (self.above is None) == (self.below is None):
-            raise ValueError("give exactly one of above and below")
-        is_of_a_step = self.metric.partition("/")[0] not in SPLITS
-        if not is_of_a_step or definition_of(self.metric) is None:
-            raise ValueError(
-                f"metric = {self.metric!r} is no metric of a step, so the value would never move "
-                "(docs/metrics.md has them all)"
-            )
-        return self
-
-
-class CurriculumConfig(Config):
-    """One setting that changes: by a schedule, or adaptively."""
-
-    setting: Literal[
-        "budgets.max_turns",
-        "budgets.max_tokens",
-        "budgets.max_turn_tokens",
-        "tasks.difficulty",
-        "rewards.strictness",
-    ]
-    """A budget, the difficulty of the hardest tasks to draw, or how strict rewards are."""
-    schedule: tuple[tuple[StrictInt, StrictFloat], ...] = ()
-    """Pairs of (step, value): from that step of the stage on, the value holds."""
-    adaptive: AdaptiveConfig | None = None
-    """Or: when to move on."""
-
-    @model_validator(mode="after")
-    def _one_way(self) -> CurriculumConfig:
-        if bool(self.schedule) == (self.adaptive is not None):
-            raise ValueError("give exactly one of schedule and adaptive")
-        steps = [step for step, _ in self.schedule]
-        if self.schedule and (steps[0] != 0 or steps != sorted(set(steps))):
-            raise ValueError("a schedule's steps start at 0 and rise")
-        if self.setting.startswith(BUDGETS):
-            self._check_budgets()
-        return self
-
-    @property
-    def values(self) -> tuple[float, ...]:
-        """Values of the schedule, or the two ends between which the setting moves."""
-        if self.adaptive is not None:
-            return (self.adaptive.start, self.adaptive.stop)
-        return tuple(value for _, value in self.schedule)
-
-    def _check_budgets(self) -> None:
-        """Each value must be one that the budget itself could have."""
-        name = self.setting.removeprefix(BUDGETS)
-        for value in self.values:
-            try:
-                Budgets.model_validate({name: value})
-            except ValidationError as error:
-                (line,) = problem_lines(Budgets, error.errors())
-                raise ValueError(f"{BUDGETS}{line.strip()}") from None
-        if self.adaptive is not None and not self.adaptive.by.is_integer():
-            raise ValueError(
-                f"{self.setting} moves by whole numbers, not by {self.adaptive.by:g} (adaptive.by)"
-            )
-
-
-class Curriculum:
-    """The scheduled settings of a stage, and where each of them stands."""
-
-    def __init__(self, configs: Sequence[CurriculumConfig]) -> None:
-        self._configs = list(configs)
-        check_settings(configs)
-        self._adaptive = {
-            config.setting: _Adaptive(config.adaptive)
-            for config in configs
-            if config.adaptive is not None
-        }
-
-    def values(self, step: int) -> dict[str, float]:
-        """The settings that hold in a step of the stage, by name."""
-        return {
-            config.setting: self._adaptive[config.setting].value
-            if config.adaptive is not None
-            else scheduled(config.schedule, step)
-            for config in self._configs
-        }
-
-    def observe(self, metrics: Mapping[str, float]) -> None:
-        """Take in the metrics of a step; adaptive settings may move on by them."""
-        for setting in self._adaptive.values():
-            setting.observe(metrics)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: setting.state_dict() for name, setting in self._adaptive.items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name, setting in self._adaptive.items():
-            setting.load_state_dict(state[name])
-
-
-def check_settings(configs: Sequence[CurriculumConfig]) -> None:
-    """Refuse two of them for one setting."""
-    names = [config.setting for config in configs]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ConfigError(f"{twice[0]} is moved twice by a curriculum; give it one schedule")
-
-
-def scheduled(schedule: Sequence[tuple[int, float]], step: int) -> float:
-    """The value of the last entry whose step has come."""
-    return [value for start, value in schedule if start <= step][-1]
-
-
-class _Adaptive:
-    def __init__(self, config: AdaptiveConfig) -> None:
-        self._config = config
-        self.value = config.start
-        self._seen: list[float] = []
-
-    def observe(self, metrics: Mapping[str, float]) -> None:
-        if self._config.metric not in metrics:
-            return
-        self._seen = [*self._seen, float(metrics[self._config.metric])][-self._config.over :]
-        if len(self._seen) == self._config.over and self._is_ready(statistics.fmean(self._seen)):
-            self.value = self._next()
-            self._seen = []
-
-    def _is_ready(self, mean: float) -> bool:
-        above, below = self._config.above, self._config.below
-        return (above is not None and mean >= above) or (below is not None and mean <= below)
-
-    def _next(self) -> float:
-        config = self._config
-        if config.stop >= config.start:
-            return min(config.stop, self.value + config.by)
-        return max(config.stop, self.value - config.by)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value, "seen": self._seen}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.value, self._seen = float(state["value"]), [float(v) for v in state["seen"]]

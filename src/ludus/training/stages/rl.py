@@ -30,8 +30,15 @@ from ludus.training.config.parts import Parts, TaskSetSpec, task_set_specs
 from ludus.training.config.recipe import Recipe
 from ludus.training.config.rl import CriticConfig, RLConfig
 from ludus.training.controller import NextBatch, RolloutController, step_by_step, within
+from ludus.training.data.curricula import (
+    DIFFICULTY,
+    STRICTNESS,
+    Curriculum,
+    CurriculumFunction,
+    function_of,
+)
 from ludus.training.data.rollout_batch import ReplayBuffer, RolloutBatch, code_versions
-from ludus.training.data.tasks import DIFFICULTY, STRICTNESS, Curriculum, difficulty_of
+from ludus.training.data.tasks import difficulty_of, load_sampler
 from ludus.training.ledger import Ledger
 from ludus.training.models.lora import is_adapted
 from ludus.training.models.references import load_synced, save_synced, sync_if_due
@@ -52,7 +59,7 @@ class RLStage(Stage[RLConfig]):
         super().__init__(context, folder, config)
         total = config.updates_before(config.steps)
         self.open_trainer(total, context.recipe.sampling.temperature)
-        self._curriculum = Curriculum(config.curriculum)
+        self._curriculum = curriculum_of(config)
         self._rollouts = self._controller() if context.recording is None else None
         """The controller that plays; None for a run that learns from a recording."""
         self._plays_on = config.staleness.steps > 0 and context.recording is None
@@ -66,6 +73,8 @@ class RLStage(Stage[RLConfig]):
 
     @classmethod
     def check_parts(cls, config: RLConfig, where: str, recipe: Recipe, parts: Parts) -> None:
+        if config.sampler is not None:
+            load_sampler(config.sampler)
         if config.steps:
             check_curriculum(config, where, recipe, parts)
 
@@ -361,12 +370,21 @@ def curriculum_metrics(plans: Sequence[GroupPlan]) -> dict[str, float]:
     return {f"curriculum/{n}": sum(d.values[n] for d in plans) / len(plans) for n in names}
 
 
+def curriculum_of(config: RLConfig) -> Curriculum | CurriculumFunction:
+    function = function_of(config.curriculum)
+    return Curriculum(config.curriculum) if function is None else CurriculumFunction(function)
+
+
 def check_curriculum(stage: RLConfig, where: str, recipe: Recipe, parts: Parts) -> None:
     """What a curriculum moves must be there: rewards that can be strict, tasks that are easy enough."""
-    moved = {
+    moved: dict[str, tuple[str, Sequence[float]]] = {
         one.setting: (f"{where}.curriculum.{number}", one.values)
         for number, one in enumerate(stage.curriculum)
+        if one.setting is not None
     }
+    if function_of(stage.curriculum) is not None:
+        first = curriculum_of(stage).values(0)
+        moved = {name: (f"{where}.curriculum", (value,)) for name, value in first.items()}
     if not moved.keys() & {STRICTNESS, DIFFICULTY}:
         return
     plans = task_set_specs(recipe, parts)
