@@ -96,7 +96,7 @@ def drawn(curve: Curve) -> str:
     )
     ticks = "".join(
         text(place(curve, second, 0)[0], BOTTOM + 20, f"{second} s", more='text-anchor="middle"')
-        for second in range(0, int(curve.seconds) + 1, 5)
+        for second in range(0, int(curve.seconds) + 1, 5 if curve.seconds < 45 else 10)
     )
     parts = (
         f'<line x1="{middle}" y1="{TOP - 8}" x2="{middle}" y2="{BOTTOM}" stroke="{GRAY}" '
@@ -149,7 +149,7 @@ def printed(curve: Curve, total: float) -> list[str]:
             'text-anchor="end" font-weight="bold"',
         )
         shown.append(appears(row, seconds / SPEED, total))
-    ended = f"{curve.seconds:.0f} s on {curve.threads} CPU cores"
+    ended = f"{curve.seconds:.0f} s on {curve.threads} CPU core{'s' * (curve.threads > 1)}"
     shown.append(appears(text(x, 252, ended), curve.seconds / SPEED, total))
     shown.append(text(x, BOTTOM + 20, "● held out   ○ played by RL", BLUE, 12))
     return shown
