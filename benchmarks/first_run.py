@@ -4,7 +4,7 @@
 
 Seconds count from the start of the program, imports included. Full points are success on tickets that were
 never trained on (every 50 steps of imitation, which takes time of its own); rings are the episodes that RL
-plays. The picture plays three times as fast as the run, and stands still where a viewer shows no animation.
+plays. The picture shows the end for some seconds, then the run in seven; without animation it shows the end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 OUT = ROOT / "docs" / "images" / "first_run.svg"
 WIDTH, HEIGHT = 880, 330
 LEFT, RIGHT, TOP, BOTTOM = 62, 560, 48, 282
-SPEED, HOLD = 3.0, 5.0
+HOLD, PLAY = 5.0, 7.0
 DARK, GRAY, BLUE, GREEN, WHITE = "#0d1117", "#8b949e", "#58a6ff", "#3fb950", "#e6edf3"
 
 
@@ -73,19 +73,19 @@ def text(x: float, y: float, said: str, color: str = GRAY, size: int = 13, more:
     return f'<text x="{x}" y="{y}" fill="{color}" font-size="{size}" {more}>{escape(said)}</text>'
 
 
-def appears(what: str, at: float, total: float) -> str:
-    """Shown from that second of the loop on; always, where nothing is animated."""
-    share = min(0.999, max(0.001, at / total))
+def appears(what: str, curve: Curve, at: float) -> str:
+    """Shown from that second of the run on."""
+    first = HOLD / (HOLD + PLAY)
+    then = first + (1 - first) * min(0.97, at / curve.seconds)
     return (
-        f'<g>{what}<animate attributeName="opacity" values="0;0;1;1" keyTimes="0;{share:.4f};'
-        f'{min(0.9999, share + 0.01):.4f};1" dur="{total:.1f}s" repeatCount="indefinite"/></g>'
+        f'<g>{what}<animate attributeName="opacity" values="1;1;0;0;1;1" keyTimes="0;{first:.4f};'
+        f'{first + 0.001:.4f};{then:.4f};{then + 0.01:.4f};1" dur="{HOLD + PLAY}s" '
+        f'repeatCount="indefinite"/></g>'
     )
 
 
 def drawn(curve: Curve) -> str:
     """The picture: a curve that grows, and what the program prints."""
-    playing = curve.seconds / SPEED
-    total = playing + HOLD
     measured, played = ([place(curve, *one) for one in kind] for kind in (curve.held_out, curve.played))
     middle = place(curve, *curve.imitated)[0]
     grid = "".join(
@@ -110,10 +110,12 @@ def drawn(curve: Curve) -> str:
         f'<circle cx="{x}" cy="{y}" r="3" fill="{DARK}" stroke="{BLUE}"/>' for x, y in played
     )
     dots = "".join(f'<circle cx="{x}" cy="{y}" r="5" fill="{BLUE}"/>' for x, y in measured)
+    first = HOLD / (HOLD + PLAY)
     reveal = (
         f'<clipPath id="so-far"><rect x="0" y="0" width="{WIDTH}" height="{HEIGHT}">'
-        f'<animate attributeName="width" values="{LEFT};{RIGHT + 8};{RIGHT + 8}" '
-        f'keyTimes="0;{playing / total:.4f};1" dur="{total:.1f}s" repeatCount="indefinite"/></rect></clipPath>'
+        f'<animate attributeName="width" values="{WIDTH};{WIDTH};{LEFT};{RIGHT + 8}" '
+        f'keyTimes="0;{first:.4f};{first + 0.001:.4f};1" dur="{HOLD + PLAY}s" repeatCount="indefinite"/>'
+        f"</rect></clipPath>"
     )
     return "\n".join(
         [
@@ -123,13 +125,13 @@ def drawn(curve: Curve) -> str:
             f'<rect width="{WIDTH}" height="{HEIGHT}" rx="10" fill="{DARK}"/>',
             reveal, grid, ticks, parts,
             f'<g clip-path="url(#so-far)">{line}{rings}{dots}</g>',
-            *printed(curve, total),
+            *printed(curve),
             "</svg>\n",
         ]
     )  # fmt: skip
 
 
-def printed(curve: Curve, total: float) -> list[str]:
+def printed(curve: Curve) -> list[str]:
     """The table of the result, line by line when it is known."""
     x = RIGHT + 40
     first, last = curve.held_out[0], curve.held_out[-1]
@@ -148,9 +150,9 @@ def printed(curve: Curve, total: float) -> list[str]:
             20,
             'text-anchor="end" font-weight="bold"',
         )
-        shown.append(appears(row, seconds / SPEED, total))
+        shown.append(appears(row, curve, seconds))
     ended = f"{curve.seconds:.0f} s on {curve.threads} CPU core{'s' * (curve.threads > 1)}"
-    shown.append(appears(text(x, 252, ended), curve.seconds / SPEED, total))
+    shown.append(appears(text(x, 252, ended), curve, curve.seconds))
     shown.append(text(x, BOTTOM + 20, "● held out   ○ played by RL", BLUE, 12))
     return shown
 
