@@ -37,7 +37,7 @@ class Curve:
     held_out: list[tuple[float, float]]
     played: list[tuple[float, float]]
     seconds: float
-    threads: int
+    machine: str
 
     @property
     def imitated(self) -> tuple[float, float]:
@@ -51,6 +51,7 @@ def measured(seed: int, threads: int, folder: Path) -> Curve:
     code = block.replace('model="scratch"', f'model="scratch", seed={seed}, {settings}')
     assert code != block
     (folder / "tickets.py").write_text(code)
+    is_busy = os.getloadavg()[0] > 0.5
     started = time.time()
     command, environment = (
         [sys.executable, "tickets.py"],
@@ -61,7 +62,9 @@ def measured(seed: int, threads: int, folder: Path) -> Curve:
     rows = RunFolder(folder / "run").metrics()
     held_out = [(row["time"] - started, row["eval/success"]) for row in rows if "eval/success" in row]
     played = [(row["time"] - started, row["success"]) for row in rows if "success" in row]
-    return Curve(held_out, [point for point in played if point[0] < held_out[-1][0]], seconds, threads)
+    played = [point for point in played if point[0] < held_out[-1][0]]
+    cores = f"{threads} busy CPU core" if is_busy else f"{threads} CPU core"
+    return Curve(held_out, played, seconds, cores + "s" * (threads > 1))
 
 
 def place(curve: Curve, seconds: float, success: float) -> tuple[float, float]:
@@ -151,7 +154,7 @@ def printed(curve: Curve) -> list[str]:
             'text-anchor="end" font-weight="bold"',
         )
         shown.append(appears(row, curve, seconds))
-    ended = f"{curve.seconds:.0f} s on {curve.threads} CPU core{'s' * (curve.threads > 1)}"
+    ended = f"{curve.seconds:.0f} s on {curve.machine}"
     shown.append(appears(text(x, 252, ended), curve, curve.seconds))
     shown.append(text(x, BOTTOM + 20, "● held out   ○ played by RL", BLUE, 12))
     return shown
