@@ -428,7 +428,7 @@ def test_rollouts_that_all_failed_are_a_failure(
     code = run_command(lambda **options: app(arguments, **options))
     said = " ".join(capsys.readouterr().err.split())
     assert code == 2
-    assert "all episodes failed through no fault of the model's" in said and "no judge" in said
+    assert "all episodes were lost to infrastructure failures" in said and "no judge" in said
     assert (project / "e.parquet").exists(), "they can be looked at"
 
 

@@ -20,6 +20,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from ludus.cli.main import app
+from ludus.cli.mcp_rl import _ranked
+from ludus.core import Boundary, Group, Task, Trajectory
+from ludus.core.failures import InfraError
 from ludus.core.messages import Message
 from ludus.llm import ChatError, load_chat_model
 from ludus.observe import RunFolder
@@ -319,6 +322,24 @@ def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, goes
     report = (folder / "report.md").read_text()
     assert "at the start" in report and "after RL" in report
     assert "4 scenarios to train on, 2 held out" in report
+
+
+class DumbJudge:
+    async def score_group(self, group: Group) -> list[float]:
+        if group.task.id == "1":
+            raise InfraError(Boundary.REWARD, "the judge says nothing")
+        return [0.25, 0.75]
+
+
+async def test_a_scenario_without_a_verdict_has_a_reason() -> None:
+    def played(*ids: str) -> list[Trajectory]:
+        return [Trajectory(Task.of("?", id=one), reward=0.0) for one in ids]
+
+    found = {"at the start": played("1", "2", "3"), "after RL": played("1", "2")}
+    scores, reasons = await _ranked(DumbJudge(), found)
+    assert scores == {"at the start": [0.25], "after RL": [0.75]}
+    assert reasons.total() == 2 and any("the judge says nothing" in why for why in reasons)
+    assert any("lost" in why for why in reasons)
 
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:

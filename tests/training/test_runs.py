@@ -527,7 +527,9 @@ def test_an_expert_that_goes_in_circles_is_cut_off_and_not_imitated(
     ludus.train(**settings(tmp_path / "run", **tables), **code(), demonstrations=lost)
     said = RunFolder(tmp_path / "run").log_path.read_text()
     assert (
-        "task '1': it came to no end within 20 turns" in said and "of 2 of 6 tasks are left out" in said
+        "task '1': it came to no end within 20 turns" in said
+        and "it repeats add(a=1, b=1)" in said
+        and "of 2 of 6 tasks are left out" in said
     )
 
 

@@ -50,7 +50,7 @@ def test_the_error_of_a_run_whose_server_is_gone_says_how_to_go_on(tmp_path: Pat
         "agent": Chatty(),
         "progress": False,
     }
-    told = r"failed through no fault .*tool server .*To go on from the last checkpoint: "
+    told = r"lost to infrastructure failures.*tool server .*To go on from the last checkpoint: "
     with pytest.raises(LudusError, match=rf"{told}ludus\.train\(resume='{run}'"):
         ludus.train(
             **{**TINY, "run": {**TINY["run"], "folder": str(run)}},

@@ -339,7 +339,7 @@ def _play(
         console.print(Text(f"warning: {printable(text)}", style="yellow"), soft_wrap=True)
     if failures and len(failures) == len(result.trajectories):
         raise LudusError(
-            f"all episodes failed through no fault of the model's. {most_frequent_failure(failures)}"
+            f"all episodes were lost to infrastructure failures. {most_frequent_failure(failures)}"
         )
 
 

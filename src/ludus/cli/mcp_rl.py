@@ -12,6 +12,7 @@ import asyncio
 import json
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,16 @@ from ludus.core.config import read_toml, toml_text
 from ludus.core.failures import ConfigError, Fault, InfraError
 from ludus.core.messages import Json
 from ludus.core.trajectory import Group, Trajectory, is_success
-from ludus.observe import Cell, ReportTable, RunFolder, atomic_write, numbered_folder, share_text
+from ludus.observe import (
+    Cell,
+    ReportTable,
+    RunFolder,
+    atomic_write,
+    markdown_text,
+    numbered_folder,
+    share_text,
+)
+from ludus.observe.console import say
 from ludus.tools.mcp import MCPServerConfig, mcp_tools
 
 if TYPE_CHECKING:
@@ -110,9 +120,11 @@ def run_mcp_rl(settings: McpRlSettings, out: Path | None, overrides: Sequence[st
     _train(folder, settings, overrides, console, again)
     console.print(Text(f"before and after: asking {settings.judge}"), soft_wrap=True)
     with stopped_says(console, f"the run has ended, and is not compared yet. Go on with {again}"):
-        table = asyncio.run(until_told(_compare(folder, settings)))
-    atomic_write(folder / REPORT, _report(settings, folder, table))
+        table, unjudged = asyncio.run(until_told(_compare(folder, settings)))
+    atomic_write(folder / REPORT, _report(settings, folder, table, unjudged))
     Console().print(table.rich())
+    if unjudged:
+        say(console, f"warning: {unjudged}", style="yellow", is_prose=True)
     console.print(Text(f"report:  {folder / REPORT}"), soft_wrap=True)
 
 
@@ -256,8 +268,11 @@ def _check_unchanged(folder: Path, settings: McpRlSettings) -> None:
 # Before and after
 
 
-async def _compare(folder: Path, settings: McpRlSettings) -> ReportTable:
-    """The held-out episodes of each evaluation, ranked together: one question for each scenario."""
+async def _compare(folder: Path, settings: McpRlSettings) -> tuple[ReportTable, str]:
+    """The held-out episodes of each evaluation, ranked together: one question for each scenario.
+
+    With the table, why scenarios have no verdict; empty where all have.
+    """
     from ludus.rewards.judges import Ruler
     from ludus.training.config.recipe import Recipe
     from ludus.training.report import stage_of
@@ -271,15 +286,24 @@ async def _compare(folder: Path, settings: McpRlSettings) -> ReportTable:
             found[stage] = run.trajectories(file.step, "eval")
     judge = settings.open(settings.judge)
     try:
-        scores = await _ranked(Ruler(judge), found)
+        scores, reasons = await _ranked(Ruler(judge), found)
     finally:
         await judge.close()
     rows = [_row(stage, episodes, scores.get(stage, [])) for stage, episodes in found.items()]
-    return ReportTable(_COLUMNS, rows)
+    total = len({one.task.id for episodes in found.values() for one in episodes})
+    unjudged = ""
+    if reasons:
+        why, times = reasons.most_common(1)[0]
+        often = "" if times == reasons.total() else f", most often ({times})"
+        unjudged = f"{reasons.total()} of {total} held-out scenarios have no verdict{often}: {why}"
+    return ReportTable(_COLUMNS, rows), unjudged
 
 
-async def _ranked(ruler: Any, found: Mapping[str, Sequence[Trajectory]]) -> dict[str, list[float]]:
-    """The scores of each stage's episodes; a scenario whose verdict cannot be had counts for none."""
+async def _ranked(
+    ruler: Any, found: Mapping[str, Sequence[Trajectory]]
+) -> tuple[dict[str, list[float]], Counter[str]]:
+    """The scores of each stage's episodes, and why scenarios have none."""
+    reasons: Counter[str] = Counter()
     scores: dict[str, list[float]] = {stage: [] for stage in found}
     tasks = {t.task.id: t.task for episodes in found.values() for t in episodes}
     for name, task in tasks.items():
@@ -287,14 +311,16 @@ async def _ranked(ruler: Any, found: Mapping[str, Sequence[Trajectory]]) -> dict
                   for stage, episodes in found.items()}  # fmt: skip
         there = {stage: one for stage, one in chosen.items() if one is not None}
         if len(there) < len(found):
+            reasons["an episode was lost, or not played at every stage"] += 1
             continue
         try:
             given = await ruler.score_group(Group(task, list(there.values())))
-        except InfraError:
+        except InfraError as error:
+            reasons[f"the judge gave none: {error}"] += 1
             continue
         for stage, score in zip(there, given, strict=True):
             scores[stage].append(score)
-    return scores
+    return scores, reasons
 
 
 def _row(stage: str, episodes: Sequence[Trajectory], scores: Sequence[float]) -> list[Cell]:
@@ -309,14 +335,14 @@ def _row(stage: str, episodes: Sequence[Trajectory], scores: Sequence[float]) ->
     return [stage, mean, f"{planned} of {len(played)}", legal, each]
 
 
-def _report(settings: McpRlSettings, folder: Path, table: ReportTable) -> str:
+def _report(settings: McpRlSettings, folder: Path, table: ReportTable, unjudged: str) -> str:
     about = json.loads((folder / SCENARIOS).read_text(encoding="utf-8"))
     reasons = "".join(f"\n- left out, {reason}: {count}" for reason, count in about["rejected"].items())
     return (
         f"# {settings.server['mcp']}\n\nModel `{settings.model}`, scenarios by `{settings.writer}`, judged by "
         f"`{settings.judge}`.\n\n- {about['train']} scenarios to train on, {about['held_out']} held out, of "
         f"{about['proposed']} proposed{reasons}\n\n"
-        f"{table.markdown()}\n"
+        f"{table.markdown()}\n{f'**Warning:** {markdown_text(unjudged)}' if unjudged else ''}\n\n"
         "RULER score: the judge ranks the episodes of all stages at one scenario together, from 0 to 1; in "
         "brackets, the scenarios that have a verdict. Planned calls: episodes that made every call of the "
         "scenario's plan, with the same arguments; another way to do it does not count there.\n"

@@ -41,7 +41,7 @@ class EpisodeFilter:
     task: str | None = None
     attempt: int | None = None
     failed: bool = False
-    """Those that failed through no fault of the model's."""
+    """Those lost to infrastructure failures."""
     wrong: bool = False
     """Those that were scored and did not succeed."""
 
@@ -100,7 +100,7 @@ def show_episodes(source: Path, wanted: EpisodeFilter, *, limit: int, prompt: bo
         return
     if not shown and wanted.failed and any(_found(files, replace(wanted, failed=False))):
         print(
-            f"no recorded episode in {source} that was asked for failed through no fault of the model's; "
+            f"no recorded episode in {source} that was asked for was lost to an infrastructure failure; "
             "--wrong shows those in which it was wrong"
         )
     elif not shown:

@@ -20,11 +20,11 @@ from ludus.observe import (
     change_style,
     folded_episode,
     large,
-    printable,
     share_lines,
     share_text,
 )
 from ludus.observe.console import say
+from ludus.observe.findings import STYLES
 from ludus.training.config.parts import Parts, check_rebuilt, load_parts
 from ludus.training.config.recipe import AGAIN, Recipe, load_recipe
 from ludus.training.config.run import launched_rank
@@ -136,22 +136,21 @@ def show_ending(console: Console, result: Result, recipe: Recipe) -> None:
     for label, trajectory in report.samples:
         console.print()
         console.print(folded_episode(trajectory, label, min(console.width, _WIDEST)))
-    console.print()
     table = _beside_success(report.held_out) if report.held_out.rows else report.losses
     if table.rows:
         console.print(table.rich())
     for text in report.warnings:
         say(console, f"warning: {text}", style="yellow", is_prose=True)
     for one in report.findings:
-        style = {"error": "red", "warning": "yellow", "note": "dim"}[one.severity]
-        console.print(
-            Text(f"{printable(one.title)}. ", style=style).append(printable(one.detail), "dim")
-        )
+        detail = "" if one.severity == "note" else f". {one.detail}"
+        say(console, f"{one.title}{detail}", style=STYLES[one.severity], is_prose=True)
+    console.print()
     rows = [("model", str(result.model)), ("report", f"{result.run.report_path}, curve.png beside it")]
     if result.best is not None and result.best != result.model:
         how = f"{report.best_stage}; ludus eval RUN --checkpoint best"
         rows.insert(1, ("best", f"{result.best}   ({how})"))
     _say_rows(console, rows)
+    console.print()
     console.print(Text("next", style="bold"))
     run = str(result.run.path)
     watch = f"ludus rollout {run} --tasks 3"

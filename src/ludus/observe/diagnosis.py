@@ -10,7 +10,7 @@ mode") needs an observer. Each scored episode without success has the first of t
     efficiency    it ran out of turns or tokens, or was cut off within its last turn
     knowledge     it ended by itself, called its tools without a fault, and was wrong
 
-Episodes that failed through no fault of the model's have no mode: they are counted as failures elsewhere.
+Episodes lost to infrastructure failures have no mode: they are counted elsewhere.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def folded_episode(trajectory: Trajectory, label: str, width: int) -> Text:
     ends.append(("reward", f"{total}  ({parts})" if parts else total))
     names = max(len(name) for name, _ in [*told, *ends])
     names = min(names, max(8, width // 4))
-    text = Text(f"{label}: task {printable(trajectory.task.id)[:40]}", style="bold")
+    text = Text().append(f"{label}: task {printable(trajectory.task.id)[:40]}", style="bold")
     room = max(20, width - names - 4)
     for number, (name, content) in enumerate([*told, *ends]):
         style = "cyan" if number >= len(told) else "dim"

@@ -30,6 +30,7 @@ from ludus.envs.sandboxed import (
     solved,
     world_factory,
 )
+from ludus.observe import share_text
 from ludus.rollouts.agent import Demonstrator, Expert
 from ludus.rollouts.env_contract import EnvContract
 from ludus.synth.episodes import demonstration_rollout
@@ -193,8 +194,8 @@ async def _try_wrong_solutions(folder: Path, spec: WorldSpec, found: Examination
         if share < least:
             raise _Wrong(
                 "verifier",
-                f"check is True after {1 - share:.0%} of {len(scored)} {name} solutions: it has to look at "
-                "what the goal asks for",
+                f"check is True after {share_text(1 - share)} of {len(scored)} {name} solutions: it has to "
+                "look at what the goal asks for",
             )
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ludus.chat.formats import load_format
 from ludus.chat.renderer import Renderer
-from ludus.core.failures import ConfigError, LudusError
+from ludus.core.failures import Boundary, ConfigError, LudusError
 from ludus.core.generation import Engine, Sampling
 from ludus.core.messages import ToolContext, ToolSpec
 from ludus.core.task import Task
@@ -18,6 +18,7 @@ from ludus.core.tokenizer import Tokenizer
 from ludus.core.trajectory import StopReason, Trajectory
 from ludus.engine.servers import TranscriptTokenizer
 from ludus.envs import EnvPool, EnvTools, rename_clashes, tools_of
+from ludus.observe.report import call_text
 from ludus.rewards import Scorer
 from ludus.rollouts.agent import Demonstrator, Expert
 from ludus.rollouts.rollout import Rollout
@@ -108,6 +109,8 @@ log = logging.getLogger(__name__)
 
 EXPERT_TURNS, EXPERT_TOKENS = 1_000, 1_000_000
 """Where an expert's episode is cut off, and is no demonstration."""
+_REPEATS = 3
+"""So many equal calls at the end of such an episode are a loop."""
 
 
 async def demonstrate(
@@ -182,8 +185,11 @@ async def play_expert(
 
 def _no_demonstration(trajectory: Trajectory) -> str | None:
     """Why an expert's episode is none; an expert that goes in circles would otherwise be imitated."""
-    if trajectory.failure is not None:
-        return trajectory.failure.message
+    if (failure := trajectory.failure) is not None:
+        spins = " (does the expert come to an end?)" if failure.boundary is Boundary.DEADLINE else ""
+        return f"{failure.message}{spins}"
     if trajectory.stop in (StopReason.MAX_TURNS, StopReason.MAX_TOKENS):
-        return f"it came to no end within {EXPERT_TURNS} turns or {EXPERT_TOKENS} tokens"
+        last = [call_text(call) for call in trajectory.calls[-_REPEATS:]]
+        repeats = f": it repeats {last[0]}" if len(last) == _REPEATS and len({*last}) == 1 else ""
+        return f"it came to no end within {EXPERT_TURNS} turns or {EXPERT_TOKENS} tokens{repeats}"
     return None

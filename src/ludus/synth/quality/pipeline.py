@@ -27,6 +27,7 @@ from ludus.core.random import key
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory, is_lost, is_success
 from ludus.llm.embeddings import TextEmbedder, open_embedder
+from ludus.observe import share_text
 from ludus.rollouts.rollout import Rollout
 from ludus.synth.episodes import (
     CLOSE,
@@ -271,7 +272,10 @@ class QualityPipeline:
             for number, one in enumerate(left):
                 if number not in chosen:
                     share = TARGET[one.difficulty]
-                    one.finding = "difficulty_mix", f"{one.difficulty} examples are {share:.0%} already"
+                    one.finding = (
+                        "difficulty_mix",
+                        f"{one.difficulty} examples are {share_text(share)} already",
+                    )
         return clusters
 
     def _needs_thought(self, examples: Sequence[Example]) -> bool:

@@ -256,8 +256,8 @@ class _Round:
                 "rewards in the recipe, or pass rewards="
             )
         raise LudusError(
-            f"no episode of {model} could be scored: {len(failures)} of {len(played)} failed through "
-            f"no fault of the model's. {most_frequent_failure(failures)}"
+            f"no episode of {model} could be scored: {len(failures)} of {len(played)} were lost to "
+            f"infrastructure failures. {most_frequent_failure(failures)}"
         )
 
 
