@@ -71,6 +71,7 @@ def main(columns: int, image: str | None, command: list[str]) -> None:
         return
     svg = console.export_svg(title=" ".join(command)).replace("Fira Code", "DejaVu Sans Mono")
     svg = svg.replace("<text ", '<text xml:space="preserve" ')
+    svg = svg.replace("<text ", '<text xml:space="preserve" ')
     subprocess.run(["rsvg-convert", "--zoom=1.2", "-o", image], input=svg.encode(), check=True)
 
 
