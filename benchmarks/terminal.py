@@ -1,7 +1,7 @@
 """A picture of a command in a terminal: python benchmarks/terminal.py 80 OUT.png ludus train tickets
 
 Runs the command in a terminal of that many columns, and draws the screen at its end. Needs rsvg-convert
-(Debian: librsvg2-bin) and the font DejaVu Sans Mono; without a picture's name, the screen is printed as text.
+(Debian: librsvg2-bin), Pillow and DejaVu Sans Mono; without a picture's name, the screen is printed as text.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import termios
 from io import StringIO
 
+from PIL import Image
 from rich.console import Console
 from rich.text import Text
 
@@ -71,8 +72,8 @@ def main(columns: int, image: str | None, command: list[str]) -> None:
         return
     svg = console.export_svg(title=" ".join(command)).replace("Fira Code", "DejaVu Sans Mono")
     svg = svg.replace("<text ", '<text xml:space="preserve" ')
-    svg = svg.replace("<text ", '<text xml:space="preserve" ')
     subprocess.run(["rsvg-convert", "--zoom=1.2", "-o", image], input=svg.encode(), check=True)
+    Image.open(image).quantize(64).save(image, optimize=True)
 
 
 if __name__ == "__main__":

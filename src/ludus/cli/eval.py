@@ -34,6 +34,7 @@ from ludus.observe import (
     rollout_metrics,
     write_groups,
 )
+from ludus.observe.console import EvaluationBars
 from ludus.training.config.parts import Parts, check_rebuilt, load_parts, task_set_specs
 from ludus.training.config.recipe import Recipe, find_recipe, load_recipe, packaged_recipes
 from ludus.training.early_end import best_of
@@ -153,11 +154,7 @@ def run_evaluation(
 
     console = Console()
     with ResultsFolder.at(study_options.results, recipe.name, settings) as results:
-        with console.status("loading") as status:
-
-            def on_group(model: str, turns: int, done: int, total: int) -> None:
-                status.update(Text(f"{model}, at most {turns} turns: {done} of {total} tasks"))
-
+        with EvaluationBars(Console(stderr=True)) as on_group:
             kept = f"what is measured is kept. Go on with the same command and --results {results.path}"
             with stopped_says(console, kept):
                 study = asyncio.run(until_told(played(results, on_group)))

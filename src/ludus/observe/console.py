@@ -217,6 +217,36 @@ def numbers_text(metrics: Mapping[str, float], shown: Mapping[str, str] = SHOWN_
     return "  ".join(parts)
 
 
+class EvaluationBars:
+    """A bar while models are loaded, and one for each evaluation of a study, fed by calling it."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._open = console, ExitStack()
+        self._title = ""
+        self._bar: Progress | None = None
+
+    def __enter__(self) -> Self:
+        self._show("loading", None)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def __call__(self, model: str, turns: int, done: int, total: int) -> None:
+        """`done` of `total` tasks have been played by `model`, with at most so many turns."""
+        title = f"{model}, at most {turns} turns"
+        if title != self._title or self._bar is None:
+            self._show(title, total)
+        assert self._bar is not None
+        self._bar.update(done, {})
+
+    def _show(self, title: str, total: int | None) -> None:
+        self._open.close()
+        self._title = title
+        bar = Progress(total, title, console=self._console, is_wait=True)
+        self._bar = self._open.enter_context(bar)
+
+
 def say(console: Console, text: str, *, style: str = "", is_prose: bool = False) -> None:
     """Print a text. Paths and commands in it can be copied; prose is wrapped between words on a terminal."""
     is_wrapped = is_prose and console.is_terminal
