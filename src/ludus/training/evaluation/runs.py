@@ -171,7 +171,7 @@ def recipes_table(recipes: Sequence[ComparedRecipe]) -> ReportTable:
             len(one.runs),
             " ".join(sorted({str(run.step) for run in one.runs})),
             Share.of(one.estimate("success")),
-            one.estimate("reward"),
+            None if (reward := one.estimate("reward")) is None else reward.value,
         ]
         for one in recipes
     ]
