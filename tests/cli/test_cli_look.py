@@ -381,6 +381,8 @@ def test_recorded_episodes_are_shown(project: Path) -> None:
     for place in (project / "measured" / "settings.json", budget.parent / "model.json"):
         place.write_text("{}")
     shutil.copy(file, budget / "episodes.parquet")
+    (project / "silent").mkdir()
+    (project / "silent" / "recipe.json").write_text("{}")
     said = ludus("show", "measured", "--task", "2")
     assert (
         said.count("=== task") == 2 and "step 0, eval: measured/model/turns-1/episodes.parquet" in said
@@ -396,6 +398,8 @@ def test_recorded_episodes_are_shown(project: Path) -> None:
         (["recipe.toml"], "cannot be read"),
         ([str(project)], "neither a folder of a run"),
         (["measured", "--split", "train"], "of the splits eval"),
+        (["silent"], "has recorded none (run.trajectories_every)"),
+        (["silent", "--tree"], "has recorded none (run.trajectories_every)"),
     ):
         done = CliRunner().invoke(app, ["show", *words])
         assert done.exit_code and problem in str(done.exception)
@@ -421,6 +425,13 @@ def test_numbers_beyond_reason_are_refused(setting: str) -> None:
     answer = CliRunner().invoke(app, ["check", "recipe", str(recipe), setting])
     assert answer.exit_code != 0
     assert setting.split("=")[0] in str(answer.output) + str(answer.exception)
+
+
+def test_a_judge_that_is_not_there_is_told_before_an_episode_waits_for_it() -> None:
+    recipe = str(Path(__file__).parents[2] / "recipes" / "tickets.toml")
+    rewards = 'rewards=[{reward="judge",model="http://127.0.0.1:9/v1#x"}]'
+    said = CliRunner().invoke(app, ["check", "recipe", recipe, rewards]).output
+    assert "error: there is no model server at http://127.0.0.1:9/v1" in said and "played" not in said
 
 
 def test_a_tool_that_never_returns_is_warned_of() -> None:

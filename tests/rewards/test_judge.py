@@ -14,7 +14,7 @@ from ludus.core import Boundary, ConfigError, InfraError, Message, Task
 from ludus.llm import BudgetExceeded, UnusableReply
 from ludus.rewards import Scorer, build_reward, exact_match, synthetic_episode
 from ludus.rewards.judges import Judge, Rubric
-from ludus.rewards.judges.asking import code_of, fair_limit, shortened, transcript
+from ludus.rewards.judges.asking import asked_models, code_of, fair_limit, shortened, transcript
 from openai_server import OpenAIServer, chat, error, garbage, serving
 
 FOUR = {"completion": 10, "accuracy": 5, "structure": 2, "citation": 0}
@@ -238,3 +238,12 @@ async def test_instructions_are_the_same_for_every_episode() -> None:
     assert (
         first[1]["content"].rstrip().endswith("}")
     )  # the form of the answer is the last thing that is read
+
+
+def test_the_models_that_rewards_ask_are_known() -> None:
+    """Each once, and those inside composed rewards, too: `ludus check recipe` looks whether they are there."""
+    table = {"address": "http://127.0.0.1:9/v1#b", "retries": 0}
+    execution = {"reward": "judge", "model": "http://127.0.0.1:9/v1#a"}
+    nested = build_reward({"reward": "semi_formal", "model": table, "execution": execution})
+    plain = [build_reward("numeric"), build_reward(execution)]
+    assert asked_models([nested, *plain]) == [table, execution["model"]]

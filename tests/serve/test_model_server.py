@@ -534,7 +534,7 @@ async def test_a_served_checkpoint_samples_as_the_client_asks() -> None:
     async with serving_checkpoint(["one two STOP three", "x", "y"]) as (address, engine):
         body = chat(user("a"), temperature=0.5, top_p=0.9, seed=7, max_tokens=99, stop=["STOP"])
         status, found = await post(address, body)
-        assert (status, found["choices"][0]["message"]["content"]) == (200, "one two")
+        assert (status, found["choices"][0]["message"]["content"]) == (200, "one two ")
         sampling = engine.calls[0].sampling
         assert (sampling.temperature, sampling.top_p, sampling.seed, sampling.max_tokens) == (
             0.5,
@@ -544,8 +544,41 @@ async def test_a_served_checkpoint_samples_as_the_client_asks() -> None:
         )
         _, found = await post(address, chat(user("a"), n=2))
         assert [choice["message"]["content"] for choice in found["choices"]] == ["x", "y"]
-        assert (await post(address, chat(user("a"), top_p=2)))[0] == 400
         assert (await post(address, {"reward": 1}, "reward"))[0] == 400
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "field"),
+    [
+        ("chat/completions", {"top_p": 2}, "top_p"),
+        ("chat/completions", {"temperature": -1}, "temperature"),
+        ("chat/completions", {"max_completion_tokens": 10**12}, "max_completion_tokens"),
+        ("chat/completions", {"max_tokens": 10**12}, "max_tokens"),
+        ("chat/completions", {"stop": ["x" * 100_000]}, "stop"),
+        ("responses", {"max_output_tokens": 10**12}, "max_output_tokens"),
+    ],
+)
+async def test_errors_about_sampling_name_their_field(path: str, asked: Any, field: str) -> None:
+    async with serving_checkpoint([]) as (address, _):
+        given = {"input": "a"} if path == "responses" else {"messages": [user("a")]}
+        status, body = await post(address, {"model": "m", **given, **asked}, path)
+        assert (status, body["error"]["param"]) == (400, field)
+
+
+async def test_each_of_several_replies_takes_a_place() -> None:
+    """Five replies at two places: others are not kept out longer than by five requests."""
+    async with serving_checkpoint(lambda *_: "x", concurrency=2, queue=4) as (address, engine):
+        await engine.pause()
+        several = asyncio.create_task(post(address, chat(user("a"), n=5)))
+        await until(lambda: engine.in_flight == 2)
+        assert (await post(address, chat(user("c"), n=2)))[0] == 429
+        one = asyncio.create_task(post(address, chat(user("b"))))
+        status, body = await post(address, chat(user("c"), n=7))
+        assert status == 400 and "'n' may be 6 at most" in body["error"]["message"]
+        await engine.resume()
+        status, found = await several
+        assert status == 200 and len(found["choices"]) == 5 and (await one)[0] == 200
+        assert engine.most_in_flight == 2 and len(engine.calls) == 6
 
 
 class CountingBytes(ByteTokenizer):

@@ -185,7 +185,7 @@ async def test_told_twice_it_stops_at_once(http: aiohttp.ClientSession, tmp_path
         server.signal(signal.SIGTERM)
         await asyncio.sleep(0.2)
         server.signal(signal.SIGTERM)
-        assert await asyncio.to_thread(server.process.wait, 20) == 130
+        assert await asyncio.to_thread(server.process.wait, 20) == 128 + signal.SIGTERM
         with pytest.raises(aiohttp.ClientError):
             await running
 

@@ -162,6 +162,10 @@ def test_curricula_that_can_be_run_are_not_refused() -> None:
             "rl.overlong.longest: no episode says 4097 tokens; the budgets end it after 4096",
         ),
         (
+            {"rl": {"attempts": 4, "tree": {}}, "budgets": {"max_turns": 1}},
+            "rl.tree: a branch begins at a second turn or later, and budgets.max_turns = 1 allows none",
+        ),
+        (
             {"rl": {"algorithm": "reinforce", "attempts": 1, "refill": {}}},
             "rl: refill replaces groups whose rewards are all equal",
         ),

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from viewer_runs import LOST, RunningViewer, episode, ordinary_groups, running_viewer, write_run
 
 from ludus.core import ConfigError, Fault, Group, Message, Task, Trajectory
-from ludus.observe import FolderLock, RunFolder, RunWriter
+from ludus.observe import RunFolder, RunWriter
 from ludus.observe.findings import metric_findings
+from ludus.remote.processes import ScratchFolder
 from ludus.synth.result import ItemResult, Rejected, SynthFolder
 from ludus.training.data.conversations import read_conversations, read_labelled, read_pairs
 from ludus.training.evaluation.study import ResultsFolder
@@ -845,19 +846,17 @@ def test_tables_of_viewers_that_were_killed_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "temporary"
-    killed, alive, foreign = (folder / f"ludus-view-{name}" for name in ("killed", "alive", "foreign"))
-    for one in (killed, alive):
-        one.mkdir(parents=True)
+    killed, foreign = folder / "ludus-view-killed", folder / "ludus-view-foreign"
+    killed.mkdir(parents=True)
     foreign.symlink_to(tmp_path, target_is_directory=True)
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    lock = FolderLock(alive / ".lock")
-    lock.acquire()
-    for one in (killed, alive):
+    alive = ScratchFolder("ludus-view-")
+    for one in (killed, alive.path):
         os.utime(one, (0, 0))
     with running_viewer(tmp_path):
-        assert not killed.exists() and alive.exists() and foreign.exists()
-    lock.release()
-    assert sorted(folder.iterdir()) == [alive, foreign]
+        assert not killed.exists() and alive.path.exists() and foreign.exists()
+    assert sorted(folder.iterdir()) == sorted([alive.path, foreign])
+    alive.remove()
 
 
 DIGITS = "1" + "0" * 400

@@ -55,6 +55,8 @@ def read_completion(
     )
     calls = tuple(call for call in found if call.fault is None)
     text = (parsed.text if calls else body).strip() if closed else ""
+    if completion.stop in stop and text and not calls:  # a client's stop string ends white space, too
+        text += shown[len(shown.rstrip()) :]
     answer = parsed.answer if parsed.answer is not None else whole
     return Reply(id, text, thought, calls, Message("assistant", whole, found), answer)
 

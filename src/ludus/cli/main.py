@@ -19,7 +19,7 @@ from rich.text import Text
 from ludus.cli.check.commands import check_app
 from ludus.cli.data_commands import mcp_rl, prefer, reward_model, synth
 from ludus.cli.look_commands import cluster, compare, envs, init, settings, show, simulate, view
-from ludus.cli.options import ClickError, CommandGroup, RecipeCommand, SynthCommand
+from ludus.cli.options import ClickError, CommandGroup, RecipeCommand, SynthCommand, stopped_code
 from ludus.cli.run_commands import evaluate, rollout, train
 from ludus.cli.serve_commands import serve_app
 from ludus.core.failures import LudusError
@@ -105,7 +105,9 @@ def run_command(command: Callable[..., Any]) -> int:
         return int(ending.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         _print_error("stopped")
-        return 130
+        return stopped_code()
+    if result == 130:  # what typer makes of an interrupt, whichever signal it was
+        return stopped_code()
     return result if isinstance(result, int) else 0
 
 
@@ -114,7 +116,7 @@ def _print_error(text: str) -> None:
 
 
 def run() -> None:
-    """The entry point: errors on purpose are one message and exit code 2; Ctrl-C is 130."""
+    """The entry point: errors on purpose are one message and exit code 2; Ctrl-C is 130, SIGTERM 143."""
     # Before torch loads its thread pool: threads that spin while they wait bring a small model to a crawl
     # as soon as anything else wants the same cores, and gain nothing measurable when nothing does.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

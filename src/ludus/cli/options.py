@@ -123,14 +123,28 @@ Model = Annotated[
 T = TypeVar("T")
 
 
+_told: list[int] = []
+"""The signals that have stopped work in this process."""
+
+
 async def until_told(work: Coroutine[Any, Any, T]) -> T:
     """Run `work`; SIGTERM and SIGHUP stop it as Ctrl-C does: `kill`, schedulers and a closed terminal lose
     nothing. Under nohup, which ignores SIGHUP, it goes on."""
     task = asyncio.ensure_future(work)
+
+    def stop(number: int) -> None:
+        _told.append(number)
+        task.cancel()
+
     for number in (signal.SIGTERM, signal.SIGHUP):
         if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
-            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+            asyncio.get_running_loop().add_signal_handler(number, stop, number)
     return await task
+
+
+def stopped_code() -> int:
+    """The exit code of a command that was stopped: 128 and the first signal, which is SIGINT for Ctrl-C."""
+    return 128 + next(iter(_told), signal.SIGINT)
 
 
 @contextmanager

@@ -59,8 +59,8 @@ class EpisodeFilter:
 
 def show_trees(source: Path, wanted: EpisodeFilter, *, limit: int) -> None:
     """Print the groups in which an episode is wanted, as trees, those of the newest step first."""
-    shown = 0
-    for file in _files(source, wanted):
+    shown, files = 0, _files(source, wanted)
+    for file in files:
         for group in read_groups(file.path):
             fits = (
                 wanted.fits(t.task.id, t.attempt, t.failure is not None) and wanted.shows(t)
@@ -75,7 +75,7 @@ def show_trees(source: Path, wanted: EpisodeFilter, *, limit: int) -> None:
             _print(tree_text(group))
             shown += 1
     if not shown:
-        raise ConfigError(f"no group in {source} is what was asked for")
+        raise ConfigError(f"no group in {source} is what was asked for{_hint(source, files, wanted)}")
 
 
 def show_episodes(source: Path, wanted: EpisodeFilter, *, limit: int, prompt: bool, full: bool) -> None:

@@ -152,15 +152,15 @@ async def serve_until_told(server: AppServer, on_ready: Callable[[str], Awaitabl
     loop = asyncio.get_running_loop()
     told = asyncio.Event()
 
-    def on_signal() -> None:
+    def on_signal(number: int) -> None:
         if told.is_set():
             _log.warning("second signal received: stopping without waiting for running calls")
-            os._exit(130)
+            os._exit(128 + number)
         told.set()
 
     def listen() -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, on_signal)
+            loop.add_signal_handler(number, on_signal, number)
 
     listen()
     user_log.refuse()  # a tool that is served logs into no run

@@ -8,12 +8,7 @@ is shown as a problem, and tried again when it changes.
 
 from __future__ import annotations
 
-import os
-import shutil
-import stat
-import tempfile
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,15 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from ludus.core.failures import LudusError, MissingExtraError
 from ludus.core.messages import Json
-from ludus.observe import FolderLock, TrajectoryFile
+from ludus.observe import TrajectoryFile
+from ludus.remote.processes import ScratchFolder
 from ludus.viewer.workspace import NotFound, Workspace
 
 if TYPE_CHECKING:
     import duckdb
 
-_PREFIX = "ludus-view-"
-_NEW_SECONDS = 60.0
-"""A folder of a viewer that is so young may not have its lock yet."""
 _FILES_AT_ONCE = 16
 _BYTES_AT_ONCE = 64_000_000
 _MOST_TEXT = 16_000
@@ -222,19 +215,17 @@ class EpisodeIndex:
             raise MissingExtraError("duckdb", "view", "the viewer") from None
         self._errors = (duckdb.Error,)
         self._workspace = workspace
-        _remove_leftovers()
-        self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        self._lock = FolderLock(self._folder / ".lock")
-        self._lock.acquire()
+        self._scratch = ScratchFolder("ludus-view-")
+        folder = self._scratch.path
         settings = {
             "memory_limit": "512MB",
             "threads": 2,
-            "temp_directory": str(self._folder / "spill"),
+            "temp_directory": str(folder / "spill"),
             "autoinstall_known_extensions": False,  # nothing is loaded from outside
             "autoload_known_extensions": False,
             "preserve_insertion_order": False,
         }
-        self._database = duckdb.connect(str(self._folder / "episodes.duckdb"), config=settings)
+        self._database = duckdb.connect(str(folder / "episodes.duckdb"), config=settings)
         self._database.execute(f"CREATE TABLE episodes ({_COLUMNS}, spoken VARCHAR, text VARCHAR)")
         self._known: dict[Key, tuple[int, int]] = {}
         self._syncing = threading.Lock()
@@ -243,8 +234,7 @@ class EpisodeIndex:
     def close(self) -> None:
         with suppress(*self._errors):
             self._database.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._lock.release()
+        self._scratch.remove()
 
     # What is new.
 
@@ -437,19 +427,6 @@ class EpisodeIndex:
         except self._errors as error:
             text = " ".join(str(error).split())[:300]
             raise NotFound(f"{file} cannot be read: {text}") from None
-
-
-def _remove_leftovers() -> None:
-    """Remove the tables of viewers of this user that were killed: no process holds their lock."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with suppress(OSError, LudusError):
-            status = folder.lstat()
-            is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-            if is_own and time.time() - status.st_mtime > _NEW_SECONDS:
-                lock = FolderLock(folder / ".lock")
-                lock.acquire()
-                shutil.rmtree(folder, ignore_errors=True)
-                lock.release()
 
 
 def _literal(path: Path) -> str:

@@ -20,8 +20,10 @@ from ludus.core.trajectory import is_success
 from ludus.envs import WORLDS, PoolConfig, RemoteEnvs, World, load_env
 from ludus.envs.env import Isolation
 from ludus.envs.instances import probe_env
+from ludus.llm.config import check_reachable
 from ludus.remote.threads import busy_locations
 from ludus.rewards import build_reward, check_rewards
+from ludus.rewards.judges.asking import asked_models
 from ludus.rollouts.agent import Agent
 from ludus.rollouts.env_contract import Clause, EnvContract, Verdict, check_env
 from ludus.rollouts.episode import Episode
@@ -82,6 +84,8 @@ def recipe_findings(
         try:
             await check_servers(recipe, parts)
             await check_engines(recipe)
+            asking = [one for plan in plans for one in (*plan.parts.rewards, *plan.parts.group_rewards)]
+            await check_reachable(*asked_models(asking))
         except LudusError as error:  # whatever is tried would wait for the server, and fail by it
             findings.append(("error", str(error)))
             return
@@ -211,6 +215,7 @@ async def _episode(recipe: Recipe, parts: Parts) -> Findings:
     room = BYTES_PER_TOKEN * recipe.budgets.max_tokens
     async with _rollout(recipe, parts) as rollout:
         rollout.budgets = recipe.budgets.model_copy(update={"max_tokens": room})
+        rollout.retries = 0  # a server that is not there is waited for once
         trajectory = await rollout.play(parts.tasks[0], attempt=0, seed=recipe.seed)
     if trajectory.failure is not None:
         failure = trajectory.failure

@@ -40,7 +40,7 @@ from ludus.llm import (
     ask_json,
     load_chat_model,
 )
-from ludus.rewards.scores import OptionsReward
+from ludus.rewards.scores import OptionsReward, RewardTraits
 
 DEFAULT_CHARS = 24_000
 _CODE_DIGITS = 8
@@ -331,6 +331,17 @@ class AskingReward(Asking, OptionsReward):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """What was spent stays spent: an evaluation that puts back other memories does not give it back."""
         self.usage.raise_to(state.get("usage") or {})
+
+
+def asked_models(rewards: Iterable[Any]) -> list[str | Mapping[str, Any]]:
+    """The addresses and tables of the models that rewards ask, those inside composed rewards included."""
+    waiting, found = list(rewards), list[str | Mapping[str, Any]]()
+    while waiting:
+        one = waiting.pop(0)
+        waiting += RewardTraits.of(one).children
+        if isinstance(one, Asking) and isinstance(one.model, str | Mapping) and one.model not in found:
+            found.append(one.model)
+    return found
 
 
 def _note_cost(found: JsonReply[Any], judged: Sequence[Trajectory]) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -13,10 +13,11 @@ from aiohttp import web
 from ludus.chat.api_fields import ApiError, bad
 from ludus.chat.renderer import NextContext, Renderer
 from ludus.chat.streaming import ReplyView, TokenFeed, read_completion
-from ludus.core.generation import Engine, OnTokens, Sampling
+from ludus.core.generation import Completion, Engine, OnTokens, Sampling
 from ludus.core.images import MOST_PIXELS
 from ludus.core.messages import Json
-from ludus.serve.admission import Admission, WorkBudget
+from ludus.remote.concurrency import run_all
+from ludus.serve.admission import Admission, Ticket, WorkBudget
 from ludus.serve.app import check_exposure, check_token
 from ludus.serve.model.requests import (
     LONG,
@@ -32,6 +33,11 @@ from ludus.serve.telemetry import ModelMetrics
 
 MOST_REPLIES = 16
 _PENALTIES = ("presence_penalty", "frequency_penalty", "logit_bias")
+_FIELDS = {
+    "max_tokens": ("max_completion_tokens", "max_output_tokens", "max_tokens"),
+    "stop": ("stop", "stop_sequences"),
+}
+"""What the APIs call a setting of the sampling, where that is not its name."""
 _LANE = "model"
 T = TypeVar("T")
 
@@ -62,8 +68,9 @@ class CheckpointService:
         self._max_context = max_context
         self._token = token
         self._admission = Admission(config.concurrency, config.queue, {})
+        self._most_replies = min(MOST_REPLIES, config.concurrency + config.queue)
         self._pixels, self._texts = WorkBudget(MOST_PIXELS), WorkBudget(config.max_body_bytes)
-        self.metrics.watch("waiting", "Requests in the queue.", lambda: self._admission.waiting)
+        self.metrics.watch("waiting", "Replies in the queue.", lambda: self._admission.waiting)
 
     async def authorize(self, request: web.Request, key: str) -> CheckpointService:
         self.check_reader(request, key)
@@ -82,9 +89,12 @@ class CheckpointService:
         """Any model name will do: clients have names of their own for what they talk to."""
         renderer = await self._beside(request, self._renderer.bound, request.tools)
         sampling = self._sampling_of(request, renderer)
-        ticket = self._admission.enter(_LANE)
-        try:
-            await ticket.granted()
+        with ExitStack() as places:
+            tickets = []  # one for each reply: `n` of them are the work of as many requests
+            for _ in range(request.count):
+                tickets.append(self._admission.enter(_LANE))
+                places.callback(tickets[-1].leave)
+            await tickets[0].granted()
             await check_images(request, renderer.images, self._pixels)
             opening = await self._rendered(renderer, request)
             context = opening.tokens
@@ -99,16 +109,17 @@ class CheckpointService:
                     feed.open(id, len(context), lambda: ReplyView(renderer, request.stop, parses))
                 reporting = [feed.push for feed in feeds]
                 live.follow(feeds)
-            completions = await asyncio.gather(
-                *(
-                    self._engine.generate(
-                        context, replace(sampling, seed=one), media=opening.media, on_tokens=on_tokens
+
+            async def reply(ticket: Ticket, seed: int, on_tokens: OnTokens | None) -> Completion:
+                await ticket.granted()
+                try:
+                    return await self._engine.generate(
+                        context, replace(sampling, seed=seed), media=opening.media, on_tokens=on_tokens
                     )
-                    for one, on_tokens in zip(seeds, reporting, strict=True)
-                )
-            )
-        finally:
-            ticket.leave()
+                finally:
+                    ticket.leave()
+
+            completions = await run_all(list(map(reply, tickets, seeds, reporting)))
         return [
             ModelReply.of(
                 read_completion(renderer, completion, id, request.stop, parses),
@@ -123,8 +134,8 @@ class CheckpointService:
         asked = request.asked
         if used := next((name for name in _PENALTIES if asked.get(name)), None):
             raise bad(f"'{used}' is not supported", used)
-        if request.count > MOST_REPLIES:
-            raise bad(f"'n' may be {MOST_REPLIES} at most", "n")
+        if request.count > self._most_replies:
+            raise bad(f"'n' may be {self._most_replies} at most", "n")
         fields = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         chosen: dict[str, Any] = {name: asked[name] for name in fields if name in asked}
         if chosen.get("top_k") == -1:
@@ -138,7 +149,10 @@ class CheckpointService:
                 **chosen,
             )
         except ValueError as error:
-            raise bad(str(error).removeprefix("sampling.")) from None
+            problem = str(error).removeprefix("sampling.")
+            name = problem.partition(" ")[0]
+            said = (one for one in _FIELDS.get(name, (name,)) if one in request.raw)
+            raise bad(problem, next(said, None)) from None
 
     async def _rendered(self, renderer: Renderer, request: ModelRequest) -> NextContext:
         """The tokens of a conversation and its tools."""

@@ -24,7 +24,7 @@ from ludus.engine import EngineConfig
 from ludus.observe import RunFolder
 from ludus.rollouts.recorder import Budgets
 from ludus.training.config.rl import CriticConfig, RLConfig
-from ludus.training.config.rl_checks import check_followed_metrics, check_overlong
+from ludus.training.config.rl_checks import check_followed_metrics, check_overlong, check_tree_turns
 from ludus.training.config.run import (
     AgentConfig,
     ClusterConfig,
@@ -255,6 +255,7 @@ def check_recipe(recipe: Recipe) -> None:
         if isinstance(stage, RLConfig):
             check_followed_metrics(stage, where, per_set if len(names) > 1 else [])
             check_overlong(stage, where, recipe.budgets, own_budgets)
+            check_tree_turns(stage, where, recipe.budgets, own_budgets)
 
 
 def _not_finite(value: Any, where: str) -> Iterator[tuple[str, float]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ludus.algos.specs import ALGORITHMS, AlgorithmSpec
@@ -231,8 +231,25 @@ def check_overlong(
         )
 
 
-def _most_said(config: RLConfig, budgets: Budgets, own: Budgets | None) -> int:
-    """Tokens that an episode can say under the largest budgets that it will ever have."""
+def check_tree_turns(
+    config: RLConfig, where: str, budgets: Budgets, own_budgets: Sequence[Budgets | None]
+) -> None:
+    """Branches begin at second turns or later; search over turns chooses among first ones too."""
+    if (
+        config.tree is None
+        or config.tree.branch == "turns"
+        or function_of(config.curriculum) is not None
+    ):
+        return
+    if max(_largest(config, budgets, own)("max_turns") for own in own_budgets) == 1:
+        raise ValueError(
+            f"{where}.tree: a branch begins at a second turn or later, and budgets.max_turns = 1 allows none: "
+            "raise it, or leave out tree"
+        )
+
+
+def _largest(config: RLConfig, budgets: Budgets, own: Budgets | None) -> Callable[[str], int]:
+    """The largest that each of the budgets will ever be."""
     moved = {
         name.removeprefix(BUDGETS): max(one.values)
         for name, one in by_setting(config.curriculum).items()
@@ -244,4 +261,10 @@ def _most_said(config: RLConfig, budgets: Budgets, own: Budgets | None) -> int:
             return int(min(moved[name], given.get(name, moved[name])))
         return int(given.get(name, getattr(budgets, name)))
 
+    return budget
+
+
+def _most_said(config: RLConfig, budgets: Budgets, own: Budgets | None) -> int:
+    """Tokens that an episode can say under the largest budgets that it will ever have."""
+    budget = _largest(config, budgets, own)
     return min(budget("max_turns") * budget("max_turn_tokens"), budget("max_tokens"))
