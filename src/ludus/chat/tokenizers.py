@@ -135,6 +135,26 @@ class HFTokenizer:
         return self._stops
 
     @property
+    def template_source(self) -> str:
+        """The chat template, as Jinja."""
+        source = self._template or self.inner.chat_template
+        if not isinstance(source, str):
+            raise ConfigError(
+                "the tokenizer has several chat templates, by name: set its chat_template to one of them"
+            )
+        return source
+
+    @property
+    def template_kwargs(self) -> Mapping[str, Any]:
+        """Variables with which the chat template is always rendered."""
+        return MappingProxyType(self._kwargs)
+
+    @property
+    def takes_parts(self) -> bool:
+        """Whether the template shows a text only as a part of a list."""
+        return self._takes_parts
+
+    @property
     def vocabulary_size(self) -> int:
         return len(self.inner)
 

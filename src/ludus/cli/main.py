@@ -1,4 +1,4 @@
-"""The command line: `ludus train | eval | rollout | synth | init | settings | show | view | envs | check`, ...
+"""The command line: `ludus train | eval | rollout | export | synth | init | show | view | envs | check`, ...
 
 The options of the commands are in the modules that end in `_commands`, and in `check`. What a command does is
 imported when it runs, so that `ludus --help` and the lighter commands do not wait for torch.
@@ -18,6 +18,7 @@ from rich.text import Text
 
 from ludus.cli.check.commands import check_app
 from ludus.cli.data_commands import mcp_rl, prefer, reward_model, synth
+from ludus.cli.export.commands import export
 from ludus.cli.look_commands import cluster, compare, envs, init, settings, show, simulate, view
 from ludus.cli.options import ClickError, CommandGroup, RecipeCommand, SynthCommand, stopped_code
 from ludus.cli.run_commands import evaluate, rollout, train
@@ -52,6 +53,7 @@ FIRST: dict[str, Callable[..., None] | typer.Typer] = {
     "init": init,
     "check": check_app,
     "serve": serve_app,
+    "export": export,
     "synth": synth,
 }
 FURTHER: dict[str, Callable[..., None] | typer.Typer] = {

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from ludus.cli.run_commands import CheckpointOption
 from ludus.cli.serve_options import (
     ConfigOption,
     Serving,
@@ -50,17 +49,34 @@ def _serve() -> None:
 
 @serve_app.command("vllm")
 def serve_vllm(
-    recipe: Annotated[str, typer.Argument(help="A recipe's file, or the name of a prebuilt one.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE|RUN",
+            help="To train with: a recipe's file, or the name of a prebuilt one. To use: a run's folder, a "
+            "checkpoint of it, or what ludus export has written.",
+        ),
+    ],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Settings to change.", show_default=False),
+        typer.Argument(
+            metavar="[KEY=VALUE]...", help="Settings of a recipe to change.", show_default=False
+        ),
     ] = None,
     python: Annotated[
         str | None,
-        typer.Option(help="An interpreter that has vLLM: start the server. Without, show the command."),
+        typer.Option(
+            help="An interpreter that has vLLM: start the server. Without, a recipe's command is shown, and a "
+            "run is served if vLLM is installed here."
+        ),
     ] = None,
     folder: Annotated[
         Path | None, typer.Option(help="Where the model is written; NAME-vllm when left out.")
+    ] = None,
+    checkpoint: CheckpointOption = None,
+    name: Annotated[
+        str | None,
+        typer.Option(help="The name of a run's model in the API; RECIPE-step-N when left out."),
     ] = None,
     host: Annotated[str, typer.Option(help="Give others an --extra='--api-key=...'.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
@@ -68,27 +84,36 @@ def serve_vllm(
         list[str] | None, typer.Option(help="A further flag for vLLM, such as --extra=--enforce-eager.")
     ] = None,
 ) -> None:
-    """Start a vLLM server for a recipe, or show how. Train on it with cluster.servers."""
-    from ludus.engine.servers.vllm_server import ServeOptions, serve_command, shell_line
+    """Start a vLLM server: for a recipe, which trains on it by cluster.servers, or with a trained model."""
+    from ludus.cli.export.commands import serve_trained, start_vllm
+    from ludus.engine.servers.vllm_server import ServeOptions, check_python, serve_command
     from ludus.training.config.parts import load_parts
-    from ludus.training.config.recipe import load_recipe
+    from ludus.training.config.recipe import load_recipe, packaged_recipes
     from ludus.training.placement import write_policy
     from ludus.training.run_context import load_policy
 
-    settings = load_recipe(recipe, overrides or [])
+    if python is not None:
+        check_python(python)
+    if Path(source).is_dir() and source not in packaged_recipes():
+        if overrides:
+            raise ConfigError(f"{overrides[0]}: a trained model has no settings to change")
+        trained = ServeOptions(host, port, name, tuple(extra or ()))
+        serve_trained(Path(source), folder, checkpoint, python, trained)
+        return
+    if checkpoint is not None or name is not None:
+        raise ConfigError(
+            "--checkpoint and --name are for a run's folder, and what is served is a recipe"
+        )
+    settings = load_recipe(source, overrides or [])
     place = (folder or Path(f"{settings.name}-vllm")).absolute()
-    if python is not None and shutil.which(python) is None:
-        raise ConfigError(f"--python {python}: there is no such program")
     model, tokenizer = asyncio.run(load_policy(settings, load_parts(settings)))
     written = write_policy(model, tokenizer, place)
     options = ServeOptions(host, port, extra=tuple(extra or ()))
-    variables, command = serve_command(
+    started = serve_command(
         python or "python", written.folder, written.dtype, written.context, written.on_cpu, options
     )
-    typer.echo(shell_line(variables, command))
-    typer.echo(f"# then: ludus train {recipe} 'cluster.servers=[\"http://{host}:{port}\"]'", err=True)
-    if python is not None:
-        os.execvpe(python, command, {**os.environ, **variables})
+    then = f"ludus train {source} 'cluster.servers=[\"http://{host}:{port}\"]'"
+    start_vllm(*started, then, starts=python is not None)
 
 
 @serve_app.command("model")

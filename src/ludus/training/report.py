@@ -62,10 +62,9 @@ def write_report(
     best = best_of(run.metrics(), recipe)
     path = {one.step: one.path for one in run.checkpoints()}.get(best.step) if best else None
     when = stage_of(best.step, recipe) if best else ""
-    # by step, because a run that was resumed at its end has measured there twice
-    measured = {row["step"]: row for row in run.metrics() if row.get("eval/episodes") is not None}
+    measured = _measured(run)
     report = Report(
-        _held_out(measured.values(), recipe),
+        held_out_table(run, recipe),
         [] if is_live else _samples(run, recipe),
         _losses(run, recipe),
         path,
@@ -98,6 +97,16 @@ def write_report(
 
 def _tables(report: Report, run: RunFolder) -> list[ReportTable]:
     return [report.held_out, report.losses, *_passes(run)]
+
+
+def held_out_table(run: RunFolder, recipe: Recipe) -> ReportTable:
+    """A row for each evaluation of a run."""
+    return _held_out(_measured(run).values(), recipe)
+
+
+def _measured(run: RunFolder) -> dict[int, Mapping[str, float]]:
+    """Evaluations by step, because a run that was resumed at its end has measured there twice."""
+    return {row["step"]: row for row in run.metrics() if row.get("eval/episodes") is not None}
 
 
 def write_diagnosis(

