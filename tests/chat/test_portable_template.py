@@ -31,6 +31,19 @@ SEARCH = ToolSpec(
 STEP = ToolSpec("step", "Move.", {"type": "object", "properties": {"action": {"type": "string"}}})
 TOOLS = {"plain": [STEP], "fenced": [PYTHON]}
 SYSTEM = "Be brief."
+APART = {
+    "qwen3_coder",
+    "function",
+    "glm",
+    "glm45",
+    "minimax",
+    "deepseek_v32",
+    "deepseek_v4",
+    "lfm2",
+    "pythonic",
+}
+"""Formats in which each argument has a place of its own: a template must write them itself."""
+ONE_CALL = ("plain", "react", "harmony", "deepseek_v3", "deepseek_v31", "kimi", "mistral_list")
 EXAMPLES = settings.default.max_examples // 5
 """For each of many templates and formats."""
 
@@ -48,13 +61,38 @@ def render(tokenizer: HFTokenizer, template: str, messages: list[Any], tools: An
 @cache
 def made(kind: str, format: str) -> tuple[Renderer, HFTokenizer, list[ToolSpec], str]:
     tokenizer = hf_tokenizer(kind)
-    renderer = Renderer(tokenizer, load_format(format))
+    renderer = Renderer(tokenizer, load_format(format), "keep")
     tools = TOOLS.get(format, [PYTHON, SEARCH])
     template = portable_template(renderer, tokenizer, [tools], system=SYSTEM)
     return renderer.bound(tools), tokenizer, tools, template
 
 
-@pytest.mark.parametrize("format", sorted(FORMATS))
+@pytest.mark.parametrize("format", sorted(APART))
+def test_arguments_apart_are_refused_where_the_template_does_not_write_them(format: str) -> None:
+    _, tokenizer, tools, template = made("chatml", format)
+    call = Message("assistant", "", (ToolCall(tools[0].name, {"code": "1"}),)).as_chat()
+    with pytest.raises(TemplateError, match="without tool_calls"):
+        render(tokenizer, template, [{"role": "user", "content": "hi"}, call])
+
+
+@pytest.mark.parametrize("family", ["qwen3_coder", "glm", "minimax", "harmony"])
+def test_a_template_of_a_family_writes_calls_and_results_itself(family: str) -> None:
+    renderer, tokenizer, tools, template = made(family, family)
+    call = ToolCall("search", {"query": "rome", "most": "3"}, "callnine1")
+    thought = "<think>\n\n</think>\n\n" if renderer.features.opens_thinking else ""
+    acted = renderer.action_text(Message("assistant", thought, (call,)))
+    conversation = [
+        Message("system", SYSTEM),
+        Message("user", "where?"),
+        Message("assistant", acted, (call,)),
+        Message("tool", "found", name="search", tool_call_id="callnine1"),
+    ]
+    asked = [as_request(message, renderer.format) for message in conversation]
+    assert asked[2]["tool_calls"]
+    assert render(tokenizer, template, asked) == renderer.prompt(conversation, tools)
+
+
+@pytest.mark.parametrize("format", sorted(set(FORMATS) - APART))
 @pytest.mark.parametrize("kind", sorted(PRESERVING))
 @settings(max_examples=EXAMPLES)
 @given(said=st.just("") | WORDS, made_calls=CALLS, question=WORDS, system=st.none() | WORDS)
@@ -69,7 +107,7 @@ def test_conversations_have_the_tokens_of_the_renderer(
     renderer, tokenizer, tools, template = made(kind, format)
     argument = next(iter(tools[0].parameters["properties"]))
     calls = [ToolCall(tools[0].name, {argument: text}) for text, _ in made_calls]
-    calls = calls[:1] if format in ("plain", "react") else calls
+    calls = calls[:1] if format in ONE_CALL else calls
     own = renderer.format
     conversation = [
         *([] if system is None else [Message("system", system)]),

@@ -68,7 +68,7 @@ def play(
     """An episode with scripted actions: its segments, and the conversation they stand for."""
     conversation = list(opening)
     sequence = TokenSequence([Segment(SegmentKind.PROMPT, renderer.prompt(opening, tools))])
-    one_call = renderer.format.name in ("react", "plain")
+    one_call = renderer.format.name in ("react", "plain", "harmony")
     for said, results, question, is_cut in script:
         calls = [ToolCall("lookup", {"key": r, "action": r}) for r in results][: 1 if one_call else 2]
         if renderer.format.name in ("tags", "fenced"):

@@ -24,10 +24,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ludus.chat.chat_entries import ChatEntry, Piece, Writer, as_chat
 from ludus.chat.tokenizers import ControlTexts
 from ludus.core.failures import ConfigError
 from ludus.core.lru import LruCache
-from ludus.core.messages import Json, Role, ToolSpec
+from ludus.core.messages import ToolSpec
 from ludus.core.tokenizer import Tokenizer
 
 Escape = Callable[[str], str]
@@ -52,40 +53,6 @@ SCHEMA_WORDS = frozenset(
 SEPARATORS = (" ", ".", "_")
 """The first disturbs least. A template that removes spaces seldom removes the others."""
 _PLAIN_IDENTIFIER = re.compile(r"[A-Za-z0-9_-]+")
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of a message. Special tokens are recognised in trusted pieces only."""
-
-    text: str
-    trusted: bool = False
-    identifier: bool = False
-    """The id of a call: it may be replaced by another one, but not by a longer one."""
-    is_image: bool = False
-    """An image, for a template that is given images as parts of their own and writes their placeholders."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChatEntry:
-    """One message of the conversation that a chat template renders."""
-
-    role: Role
-    pieces: tuple[Piece, ...]
-    name: str | None = None
-    tool_call_id: str | None = None
-
-    def all_pieces(self) -> list[Piece]:
-        """The template's input for this message: its content, and the names that come with it."""
-        named = [] if self.name is None else [Piece(self.name)]
-        identified = [] if self.tool_call_id is None else [Piece(self.tool_call_id, identifier=True)]
-        return [*self.pieces, *named, *identified]
-
-
-def split_at_marks(content: str, marks: Sequence[str]) -> tuple[Piece, ...]:
-    """`content` cut at its marks, which are trusted."""
-    parts = re.split("(" + "|".join(re.escape(mark) for mark in marks) + ")", content)
-    return tuple(Piece(part, trusted=index % 2 == 1) for index, part in enumerate(parts) if part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +158,11 @@ def same_length(text: str, length: int) -> str:
     return f"zq{digits}"[: max(length, SHORTEST_IDENTIFIER)]
 
 
+def short_id(id: str) -> str:
+    """The id of a call, nine characters long."""
+    return id if len(id) == SHORTEST_IDENTIFIER else _digest(id)[:SHORTEST_IDENTIFIER]
+
+
 def _digest(*texts: str) -> str:
     digest = hashlib.sha256()
     for text in texts:
@@ -258,8 +230,6 @@ def each_text(value: Any, escape: Escape) -> Any:
     return value
 
 
-Writer = Callable[[Piece], str]
-
 MOST_TOOL_LISTS = 256
 
 
@@ -285,8 +255,16 @@ class SafeTemplate:
         tools: Sequence[ToolSpec],
         generation: bool,
         after: str = "",
+        inside: Sequence[str] | None = None,
     ) -> list[int]:
-        """Encode the rendered conversation, or its part after `after`; only the template's special tokens."""
+        """Encode the rendered conversation, or its part after `after`; only the template's special tokens.
+
+        Where `after` stands in a call, the part begins with the next control text that is not `inside` one.
+        """
+
+        def end(text: str) -> int:
+            return self._end(text, after, inside)
+
         pieces = [piece for entry in conversation for piece in entry.all_pieces()]
         safe = self._safe_tools(conversation, tools, generation)
         plain = self.text(conversation, safe, generation)
@@ -294,13 +272,37 @@ class SafeTemplate:
         marked = self._apply(conversation, marks.write, safe, generation)
         restored = marks.restore(marked)
         if restored.text == plain:
-            return self.encode(restored.after(_end(plain, after)))
+            return self.encode(restored.after(end(plain)))
 
         def render(write: Writer) -> str:
             text = self._apply(conversation, write, safe, generation)
-            return text[_end(text, after) :]
+            return text[end(text) :]
 
-        return self._changed(pieces, marked[_end(marked, after) :], render)
+        return self._changed(pieces, marked[end(marked) :], render)
+
+    def _end(self, text: str, word: str, inside: Sequence[str] | None) -> int:
+        """Where the first `word` in `text` ends, or the call that it stands in."""
+        position = text.find(word)
+        if position < 0:
+            raise ConfigError(
+                "the chat template leaves out the assistant's text, so nothing can be appended to "
+                "it; give the tokenizer another chat_template"
+            )
+        position += len(word)
+        if inside is None:
+            return position
+        found = (
+            at
+            for at, stop in self._controls.find(text[position:])
+            if text[position + at : position + stop] not in inside
+        )
+        return position + next(found, len(text) - position)
+
+    def without_end(self, text: str) -> str:
+        """A rendered conversation without the control text that ends its last turn."""
+        rest = text.rstrip()
+        ends = [t for t in self.tokenizer.controls if rest.endswith(t)]
+        return rest.removesuffix(max(ends, key=len)) if ends else text
 
     def encode(self, rendered: Rendered) -> list[int]:
         """Tokens of a rendered text, in which only the template's own special tokens are special."""
@@ -383,7 +385,7 @@ class SafeTemplate:
         tools: Sequence[ToolSpec],
         generation: bool,
     ) -> str:
-        chat = [_chat(entry, write) for entry in conversation]
+        chat = [as_chat(entry, write) for entry in conversation]
         functions = [tool.as_openai() for tool in tools] or None
         return self.tokenizer.apply_chat_template(chat, functions, generation)
 
@@ -406,41 +408,6 @@ class SafeTemplate:
         edges = [0, *(edge for span in rendered.content for edge in span), len(rendered.text)]
         own = [rendered.text[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
         return [token for text in own for token in self._special(self.tokenizer.encode(text))]
-
-
-def _chat(entry: ChatEntry, write: Writer) -> Json:
-    """The dictionary a template takes. Names may come from a model or a server: they are content too."""
-    written = [write(piece) for piece in entry.all_pieces()]
-    count = len(entry.pieces)
-    chat: Json = {"role": entry.role, "content": _content(entry.pieces, written[:count])}
-    keys = [key for key in ("name", "tool_call_id") if getattr(entry, key) is not None]
-    return chat | dict(zip(keys, written[count:], strict=True))
-
-
-def _content(pieces: Sequence[Piece], written: Sequence[str]) -> str | list[Json]:
-    """A text; with images in it, a list of parts."""
-    if not any(piece.is_image for piece in pieces):
-        return "".join(written)
-    parts: list[Json] = []
-    for piece, text in zip(pieces, written, strict=True):
-        if piece.is_image:
-            parts.append({"type": "image"})
-        elif parts and parts[-1]["type"] == "text":
-            parts[-1]["text"] += text
-        elif text:
-            parts.append({"type": "text", "text": text})
-    return parts
-
-
-def _end(text: str, word: str) -> int:
-    """Where the first `word` in `text` ends."""
-    position = text.find(word)
-    if position < 0:
-        raise ConfigError(
-            "the chat template leaves out the assistant's text, so nothing can be appended to "
-            "it; give the tokenizer another chat_template"
-        )
-    return position + len(word)
 
 
 def _touched(spans: Sequence[Span], occurrences: Sequence[Span]) -> list[Span]:

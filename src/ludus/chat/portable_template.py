@@ -70,7 +70,7 @@ def portable_template(
     union = list({spec.name: spec for specs in tool_lists for spec in specs}.values())
     features, format = renderer.features, renderer.format
     as_user = format.result_role == "user" or not features.tool_role
-    calls = probe_calls(renderer.bound(union).format, union)
+    calls = probe_calls(renderer.bound(union).format, union) if features.call_data is None else None
     data: Json = {
         "tools": [spec.as_openai() for spec in tool_lists[0]] if len(tool_lists) == 1 else [],
         "native_tools": features.native_tools,
@@ -81,6 +81,7 @@ def portable_template(
         "frame": format.result_frame if as_user else None,
         "takes_results": renderer.turns == "chat",
         "calls": None if calls is None else asdict(calls),
+        "native_calls": calls is None and features.native_tools,
         "images": bool(features.image),
         "alternates": features.alternates,
         "takes_parts": tokenizer.takes_parts,
@@ -156,6 +157,9 @@ def _form(format: ActionFormat, tool: ToolSpec) -> CallForm | None:
     if found:
         return CallForm(before, None, after)
     for name in tool.parameters.get("properties") or {}:
+        both = _written(format, [ToolCall(tool.name, {name: _TEXT, **_ARGUMENTS})]) or ""
+        if _TEXT in both and _VALUE in both:
+            return None  # each argument has a place of its own
         shown = _written(format, [ToolCall(tool.name, {name: _VALUE})]) or ""
         before, found, after = shown.partition(_VALUE)
         if found:
@@ -251,7 +255,8 @@ _PROLOGUE = r"""{%- set trained = DATA -%}
     {%- endif -%}
   {%- endif -%}
 
-  {%- if message.tool_calls is defined and message.tool_calls -%}
+  {%- set has_calls = message.tool_calls is defined and message.tool_calls -%}
+  {%- if has_calls and not trained.native_calls -%}
     {%- set calls = trained.calls -%}
     {%- if calls is none -%}
       {{- raise_exception('send what this model wrote as content, without tool_calls') -}}
@@ -295,6 +300,13 @@ _PROLOGUE = r"""{%- set trained = DATA -%}
   {%- set rest = [{'type': 'text', 'text': now.text}] if now.text or not now.parts else [] -%}
   {%- set content = now.parts + rest if now.parts or trained.takes_parts else now.text -%}
   {%- set entry = {'role': role, 'content': content} -%}
+  {%- if trained.native_calls and has_calls -%}
+    {%- set entry = dict(entry, tool_calls=message.tool_calls) -%}
+  {%- endif -%}
+  {%- if trained.native_calls and message.reasoning_content is defined -%}
+    {%- set thought = message.reasoning_content -%}
+    {%- set entry = dict(entry, reasoning_content=thought, thinking=thought) -%}
+  {%- endif -%}
   {%- if role == 'tool' and message.name is defined -%}
     {%- set entry = dict(entry, name=message.name) -%}
   {%- endif -%}
@@ -330,7 +342,11 @@ def as_request(message: Message, format: ActionFormat) -> Json:
     elif message.role == "assistant" and message.tool_calls:
         written = _written(format, message.tool_calls)
         is_own = written is not None and message.content.endswith(written)
-        chat["content"] = (
-            message.content.removesuffix(written or "") if is_own else format.parse(message.content).text
-        )
+        rest = message.content.removesuffix(written or "") if is_own else message.content
+        if not is_own or any(mark in rest for mark in format.marks):
+            parsed = format.parse(message.content)
+            rest = parsed.text
+            if is_own and parsed.thought:
+                chat["reasoning_content"] = parsed.thought
+        chat["content"] = rest
     return chat

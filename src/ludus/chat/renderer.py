@@ -11,14 +11,8 @@ from functools import lru_cache
 from itertools import takewhile
 from typing import Literal, Self
 
-from ludus.chat.chat_template import (
-    ChatEntry,
-    Piece,
-    SafeTemplate,
-    split_at_marks,
-    tools_key,
-    unused_word,
-)
+from ludus.chat.chat_entries import ChatEntry, Piece, split_at_marks
+from ludus.chat.chat_template import SafeTemplate, tools_key, unused_word
 from ludus.chat.formats.base import THINK, ActionFormat, is_thinking
 from ludus.chat.template_features import (
     TOOL,
@@ -28,6 +22,7 @@ from ludus.chat.template_features import (
     is_rewritten,
     probe,
     shown_images,
+    stub_entries,
     with_description,
 )
 from ludus.core.failures import ConfigError
@@ -106,8 +101,17 @@ class Renderer:
         self._cache: LruCache[array[int]] = LruCache(MOST_BYTES, _bytes)
         """Short conversations: many episodes share tools and prompt, and read the same short results."""
         self._bound: LruCache[Self | None] = LruCache(MOST_BOUND)
+        marks = {tokenizer.controls.get(mark) for mark in format.marks}
+        self._ends: list[int] = []
+        """The tokens that end an action with calls, and one without, where no one token ends every turn."""
+        self.stop_tokens = tuple(token for token in tokenizer.stop_tokens if token not in marks)
+        """Tokens that end an action. What the format takes for a mark inside an action is none."""
         self.features = probe(self._template, format)
         self.end_of_turn = self._find_end_of_turn()
+        ends = [tokenizer.controls.get(text) for text in format.turn_ends or ()]
+        if self.end_of_turn is None and None not in ends:
+            self._ends = [token for token in ends if token is not None]
+            self.stop_tokens = tuple(dict.fromkeys((*self.stop_tokens, *self._ends)))
         if history == "strict" and self.features.rewrites:
             raise ConfigError(
                 "this chat template rewrites earlier turns (seen with: "
@@ -255,8 +259,9 @@ class Renderer:
     def _rest_of_turn(self, new: Sequence[ChatEntry], native: Sequence[ToolSpec]) -> list[int]:
         """The template's text after an assistant's text, when `new` follows."""
         word = unused_word(piece.text for entry in new for piece in entry.all_pieces())
-        stub = [ChatEntry("user", (Piece("?", True),)), ChatEntry("assistant", (Piece(word, True),))]
-        return self._template.tokens([*stub, *new], native, True, after=word)
+        stub = stub_entries(new, self.features, word)
+        inside = self.format.marks if stub[-1].calls else None
+        return self._template.tokens([*stub, *new], native, True, after=word, inside=inside)
 
     def next_context(
         self,
@@ -329,7 +334,14 @@ class Renderer:
             text = f"{opened}\n{THINK[1]}\n\n{text}"  # a thought is open: it is closed first
         pieces = split_at_marks(lead + text.removeprefix(opened), (*THINK, *self.format.marks))
         tokens = self._template.encode_pieces(pieces)
-        return tokens if calls or self.end_of_turn is None else [*tokens, self.end_of_turn]
+        end = self._end_after(text)
+        return tokens if calls or end is None else [*tokens, end]
+
+    def _end_after(self, text: str) -> int | None:
+        """The token that ends an action with this text."""
+        if not self._ends:
+            return self.end_of_turn
+        return self._ends[0 if self.format.parse(text).calls else 1]
 
     def _find_end_of_turn(self) -> int | None:
         """The stop token that the template writes after an assistant's text, if it does."""
@@ -361,13 +373,19 @@ class Renderer:
 
     def _without_sampled_end(self, action: Sequence[int], rest: list[int]) -> list[int]:
         """`rest` without the end of turn that the action already ends with."""
-        if not action or not self._is_stop(action[-1]) or action[-1] not in rest:
+        if not action or not self._is_stop(action[-1]):
             return rest
-        index = rest.index(action[-1])
-        return rest if self.tokenizer.decode(rest[:index]).strip() else rest[index + 1 :]
+        ended = {action[-1]}
+        if action[-1] in self._ends:
+            # in a history the template may write another one, such as <|end|> for <|return|>
+            ended |= set(self.tokenizer.stop_tokens) - set(self.stop_tokens)
+        index = next((index for index, token in enumerate(rest) if token in ended), None)
+        if index is None or self.tokenizer.decode(rest[:index]).strip():
+            return rest
+        return rest[index + 1 :]
 
     def _is_stop(self, token: int) -> bool:
-        return token in self.tokenizer.stop_tokens
+        return token in self.stop_tokens
 
 
 @lru_cache(maxsize=1)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ludus.chat.formats.base import THINK, before_any, skip_space, split_thinking
+from ludus.chat.formats.base import before_any
 from ludus.chat.renderer import Renderer
 from ludus.core.failures import EngineError
 from ludus.core.generation import Completion
@@ -47,7 +47,7 @@ def read_completion(
     A call that cannot be read stays text, as does any call without tools.
     """
     whole, shown = renderer.text_of(completion), renderer.text_of(completion, before=stop)
-    thought, body, closed = split_thinking(shown)
+    thought, body, closed = renderer.format.split_thinking(shown)
     parsed = renderer.format.parse(shown)
     found = tuple(
         ToolCall(one.name, one.arguments, f"call_{id}_{place}", one.fault, one.problem)
@@ -136,31 +136,8 @@ class ReplyView:
         if len(said) < len(features.lead) and features.lead.startswith(said):
             return "", ""
         shown = features.opens_thinking + said.removeprefix(features.lead)
-        thought, start = certain_thought(shown)
-        if start is None:
-            return thought, ""
-        body = shown[start:]
-        if self.parses_calls:
-            format = self.renderer.format
-            body = body[: 0 if format.inline else format.certain(body)]
+        thought, body = self.renderer.format.certain_reply(shown, self.parses_calls)
         return thought, body.rstrip()
-
-
-def certain_thought(text: str) -> tuple[str, int | None]:
-    """What `split_thinking` will find as the thought, and where the rest begins; None while that is open."""
-    opening, closing = THINK
-    thoughts: list[str] = []
-    position = skip_space(text, 0)
-    while text.startswith(opening, position):
-        start = position + len(opening)
-        stop = text.find(closing, start)
-        if stop < 0:
-            inside = text[start : before_any(text, (closing,), start)]
-            return "\n".join([*thoughts, inside.strip()]), None
-        thoughts.append(text[start:stop].strip())
-        position = skip_space(text, stop + len(closing))
-    is_open = opening.startswith(text[position:])
-    return "\n".join(thoughts), None if is_open else position
 
 
 class TokenFeed:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
-from ludus.chat.chat_template import ChatEntry, Piece, SafeTemplate, split_at_marks
+from ludus.chat.chat_entries import CallData, ChatEntry, Piece, as_chat, split_at_marks
+from ludus.chat.chat_template import SafeTemplate, short_id
 from ludus.chat.formats.base import THINK, ActionFormat
 from ludus.core.failures import ConfigError
 from ludus.core.messages import IMAGE_MARK, Json, Media, Message, Role, ToolCall, ToolResult, ToolSpec
@@ -24,6 +26,10 @@ class TemplateFeatures:
     """It insists that users and assistants take turns."""
     native_tools: bool = False
     """It describes tools itself, and writes calls the way the action format reads them."""
+    call_data: CallData | None = None
+    """How it takes calls as data, where it renders results only after such."""
+    short_ids: bool = False
+    """It insists on ids of calls with nine letters and digits."""
     opens_thinking: str = ""
     """The `<think>` that it puts at the end of its generation prompt."""
     lead: str = ""
@@ -66,6 +72,8 @@ def with_description(
 
 def _entry(message: Message, format: ActionFormat, features: TemplateFeatures) -> ChatEntry:
     role = message.role
+    if role == "assistant" and features.call_data is not None:
+        return _data_entry(message, format, features)
     if role == "assistant":
         return ChatEntry(role, split_at_marks(action_text(message, format), (*THINK, *format.marks)))
     if role == "tool" and (format.result_role == "user" or not features.tool_role):
@@ -75,7 +83,50 @@ def _entry(message: Message, format: ActionFormat, features: TemplateFeatures) -
         return ChatEntry("user", (Piece(opening, True), *pieces, Piece(closing, True)))
     if role == "system" and not features.system:
         role = "user"
-    return ChatEntry(role, content_pieces(message, features, role), message.name, message.tool_call_id)
+    id = message.tool_call_id
+    if role == "tool" and features.short_ids:
+        id = short_id(id or "")
+    return ChatEntry(role, content_pieces(message, features, role), message.name, id)
+
+
+def _data_entry(message: Message, format: ActionFormat, features: TemplateFeatures) -> ChatEntry:
+    """An assistant's message with thought and calls as data: as the template has it, not as it was sampled."""
+    data = features.call_data or CallData()
+    parsed = format.parse(action_text(message, format))
+    text, thought = parsed.text, parsed.thought
+    if any(call.fault is not None for call in parsed.calls):  # results follow such calls, too
+        text, thought = message.content, ""
+        for mark in format.marks:
+            text = text.replace(mark, " ")
+    elif thought and not data.thought_key:
+        text, thought = f"{THINK[0]}\n{thought}\n{THINK[1]}\n\n{text}", ""
+    elif thought and text and parsed.calls and data.one_call:
+        text, thought = "", f"{thought}\n{text}"  # harmony has one place for both
+    ids = iter([call.id for call in message.tool_calls])
+    calls: list[ToolCall] = []
+    for call in parsed.calls:
+        id = call.id or next(ids, "")
+        calls.append(
+            ToolCall(call.name or NAMELESS, call.arguments, short_id(id) if features.short_ids else id)
+        )
+    pieces = split_at_marks(text, THINK)
+    return ChatEntry("assistant", pieces, calls=tuple(calls), thought=thought, data=data)
+
+
+def stub_entries(new: Sequence[ChatEntry], features: TemplateFeatures, word: str) -> list[ChatEntry]:
+    """A user's message and an assistant's that says `word`, or calls with it what `new` brings results of."""
+    user = ChatEntry("user", (Piece("?", True),))
+    results = list(takewhile(lambda entry: entry.role == "tool", new))
+    if features.call_data is None or not results:
+        return [user, ChatEntry("assistant", (Piece(word, True),))]
+    calls = [ToolCall(entry.name or NAMELESS, {}, entry.tool_call_id or "") for entry in results]
+    if features.call_data.one_call:
+        calls = calls[-1:]
+    calls[-1] = replace(calls[-1], arguments={"key": word})
+    return [
+        user,
+        ChatEntry("assistant", (), calls=tuple(calls), data=features.call_data, is_stub=True),
+    ]
 
 
 def shown_images(message: Message) -> list[Media]:
@@ -102,9 +153,7 @@ def content_pieces(message: Message, features: TemplateFeatures, role: Role) -> 
 
 def action_text(message: Message, format: ActionFormat) -> str:
     """The text of an assistant's message, calls included: as it was sampled, or as the format writes it."""
-    if message.tool_calls and not format.parse(message.content).calls:
-        return format.render_action(message.content, message.tool_calls)
-    return message.content
+    return format.action_text(message.content, message.tool_calls)
 
 
 def _merged(made: Sequence[ChatEntry]) -> list[ChatEntry]:
@@ -119,6 +168,8 @@ def _merged(made: Sequence[ChatEntry]) -> list[ChatEntry]:
     return result
 
 
+NAMELESS = "tool"
+"""The name of a call that could not be read, for a template that renders results after calls only."""
 UNSEEN = "[image]"
 """Text in place of an image, for a model that reads text only."""
 
@@ -131,6 +182,12 @@ TOOL = ToolSpec(
     {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
 )
 CALL = ToolCall(TOOL.name, {"key": WORD})
+RESULT: Json = {
+    "role": "tool",
+    "content": WORD,
+    "name": TOOL.name,
+    "tool_call_id": "call00000",
+}
 
 
 def probe(template: SafeTemplate, format: ActionFormat) -> TemplateFeatures:
@@ -142,18 +199,25 @@ def probe(template: SafeTemplate, format: ActionFormat) -> TemplateFeatures:
             "the chat template does not render a plain conversation (user, assistant, user); "
             "give the tokenizer another chat_template"
         )
-    result = {"role": "tool", "content": WORD, "name": TOOL.name, "tool_call_id": "call00000"}
+    opened = _opened(tokenizer, [user])
+    written = written_calls(tokenizer)
+    style = next((style for style, text in written if reads(format, text, tokenizer)), None)
     features = TemplateFeatures(
+        short_ids=[_takes_id(tokenizer, id) for id in ("call_0_0", "call00000")] == [False, True],
         system=_shows(tokenizer, [{"role": "system", "content": WORD}, user]),
-        # One way of thinking for all turns: some templates open a thought after users only.
-        tool_role=_shows(tokenizer, [user, act, result])
-        and _shows(tokenizer, [user, act, result, result, act, user])
-        and _opened(tokenizer, [user, act, result]) == _opened(tokenizer, [user]),
+        tool_role=_takes_results(tokenizer, [act], [act, RESULT], opened),
         alternates=not _shows(tokenizer, [user, {"role": "user", "content": WORD}]),
-        native_tools=_native(tokenizer, format),
-        opens_thinking=_opened(tokenizer, [user]),
+        native_tools=style is not None
+        and TOOL.description in tokenizer.apply_chat_template([user], [TOOL.as_openai()], True),
+        opens_thinking=opened,
         lead=_lead(tokenizer, user),
     )
+    if not features.tool_role and style is not None:
+        data = _completed(tokenizer, style)
+        one, two = _calling(1, data), _calling(2, data)
+        twice = [one, RESULT, one] if data.one_call else [two, RESULT]
+        if data.one_call <= _writes_one(format) and _takes_results(tokenizer, [one], twice, opened):
+            features = replace(features, tool_role=True, call_data=data)
     images = images_of(tokenizer)
     if images is not None:
         roles = _image_roles(tokenizer, images.text, [user, act])
@@ -188,24 +252,46 @@ def is_rewritten(
 ) -> bool:
     """Whether the template, given `new` messages, changes what the model has read and sampled so far.
 
-    White space around the action does not count: many templates trim it, and it stays as sampled.
+    White space does not count: many templates trim it, and it stays as sampled. Nor does the writing of calls
+    that the template is given as data.
     """
     *before, action = conversation
-    sampled = "".join(piece.text for piece in action.pieces).removeprefix(features.opens_thinking)
     read = template.text(before, tools, True)
     now = template.text([*conversation, *new], tools, True)
-    return not (now.startswith(read) and now[len(read) :].lstrip().startswith(sampled.strip()))
+    if action.data is None:
+        sampled = "".join(piece.text for piece in action.pieces).removeprefix(features.opens_thinking)
+    else:
+        alone = template.text(conversation, tools, False)
+        if (
+            not alone.startswith(read.removesuffix(features.opens_thinking))
+            or action.thought not in alone
+        ):
+            return True
+        sampled = template.without_end(alone)[len(read) :]
+    return not (now.startswith(read) and _solid(now[len(read) :]).startswith(_solid(sampled)))
+
+
+def _solid(text: str) -> str:
+    return "".join(text.split())
 
 
 def _rewritten(template: SafeTemplate, format: ActionFormat, features: TemplateFeatures) -> list[str]:
     """The kinds of conversation in which earlier turns do not stay as they were."""
     tools = [TOOL] if features.native_tools else []
     thinking = f"{THINK[0]}\nhm {WORD}\n{THINK[1]}\n\n"
-    answer = Message("assistant", format.render_action(f"so {OTHER}"))
-    call = Message("assistant", format.render_action("", [CALL]) or WORD)
-    deep_answer = replace(answer, content=thinking + answer.content)
-    deep_call = replace(call, content=thinking + call.content)
-    user, result = Message("user", "why"), format.render_result(CALL, ToolResult(WORD))
+    words, opened = f"so {OTHER}", features.opens_thinking and f"{THINK[0]}\n\n{THINK[1]}\n\n"
+    answer, deep_answer = (
+        Message("assistant", format.action_text(thought + format.render_action(words), ()))
+        for thought in (opened, thinking)
+    )
+    call, deep_call = (
+        Message(
+            "assistant", format.action_text(thought + (format.render_action("", [CALL]) or WORD), ())
+        )
+        for thought in (opened, thinking)
+    )
+    user = Message("user", "why")
+    result = format.render_result(replace(CALL, id="call00000"), ToolResult(WORD))
     kinds = {
         "several turns": [user, answer, user, answer, user],
         "tool results": [user, call, result, call, result],
@@ -242,27 +328,99 @@ def _shows(tokenizer: Tokenizer, chat: list[Json]) -> bool:
     return text.count(WORD) == [message["content"] for message in chat].count(WORD)
 
 
-def _native(tokenizer: Tokenizer, format: ActionFormat) -> bool:
-    """Whether the template lists tools, and writes a call that the format reads as the same call."""
-    call = {
-        "type": "function",
-        "id": "call00000",
-        "function": {"name": TOOL.name, "arguments": CALL.arguments},
-    }
-    user = {"role": "user", "content": "?"}
-    chat: list[Json] = [user, {"role": "assistant", "content": "", "tool_calls": [call]}]
+def written_calls(tokenizer: Tokenizer) -> list[tuple[CallData, str]]:
+    """How the template writes a call, in each style of data that it takes."""
+    tools = [TOOL.as_openai()]
+    user: Json = {"role": "user", "content": "?"}
+    found: list[tuple[CallData, str]] = []
+    for style in (CallData(), CallData(text_arguments=True)):
+        entry = ChatEntry("assistant", (), calls=(replace(CALL, id="call00000"),), data=style)
+        try:
+            read = tokenizer.apply_chat_template([user], tools, True)
+            shown = tokenizer.apply_chat_template([user, as_chat(entry, _verbatim)], tools, False)
+            read = read.removesuffix(_opened(tokenizer, [user]))
+        except ConfigError:
+            continue
+        if shown.startswith(read):
+            found.append((style, shown.removeprefix(read)))
+    return found
+
+
+def reads(format: ActionFormat, written: str, tokenizer: Tokenizer) -> bool:
+    """Whether the format reads the call that a template has written as `CALL`."""
+    stops = [text for text, token in tokenizer.controls.items() if token in tokenizer.stop_tokens]
+    for end in stops:
+        written = written if end in format.marks else written.partition(end)[0]
+    calls = format.parse(written).calls
+    return [(call.name, call.arguments) for call in calls] == [(CALL.name, CALL.arguments)]
+
+
+def _verbatim(piece: Piece) -> str:
+    return piece.text
+
+
+def _writes_one(format: ActionFormat) -> bool:
+    """Whether the format has no way to write two calls in a turn."""
     try:
-        listed = tokenizer.apply_chat_template([user], [TOOL.as_openai()], True)
-        shown = tokenizer.apply_chat_template(chat, [TOOL.as_openai()], False)
-    except ConfigError:
-        return False
-    if TOOL.description not in listed:
-        return False
-    ends = [text for text, token in tokenizer.controls.items() if token in tokenizer.stop_tokens]
-    written = shown.removeprefix(listed)
-    for end in ends:
-        written = written.partition(end)[0]
-    return shown.startswith(listed) and format.parse(written).calls == (CALL,)
+        format.render_action("", [CALL, CALL])
+    except ValueError:
+        return True
+    return False
+
+
+def _takes_id(tokenizer: Tokenizer, id: str) -> bool:
+    call = ChatEntry("assistant", (), calls=(ToolCall(TOOL.name, {"key": OTHER}, id),), data=CallData())
+    act, user = as_chat(call, _verbatim), {"role": "user", "content": WORD}
+    return _shows(tokenizer, [user, act, RESULT | {"tool_call_id": id}])
+
+
+def _calling(count: int, data: CallData) -> Json:
+    """An assistant's message with calls, as dictionaries."""
+    calls = tuple(ToolCall(TOOL.name, {"key": OTHER}, f"call0000{i}") for i in range(count))
+    return as_chat(ChatEntry("assistant", (), calls=calls, data=data), _verbatim)
+
+
+def _takes_results(tokenizer: Tokenizer, one: list[Json], two: list[Json], opened: str) -> bool:
+    """Whether the template renders the result of a tool after the turns `one`, and a second one after `two`.
+
+    One way of thinking for all turns: some templates open a thought after users only.
+    """
+    user: Json = {"role": "user", "content": "?"}
+    answer: Json = {"role": "assistant", "content": "!"}
+    return (
+        _shows(tokenizer, [user, *one, RESULT])
+        and _shows(tokenizer, [user, *two, RESULT, answer, user])
+        and _opened(tokenizer, [user, *one, RESULT]) == opened
+    )
+
+
+def _completed(tokenizer: Tokenizer, style: CallData) -> CallData:
+    """The style of a template that takes calls as data, with where it reads thoughts."""
+    user: Json = {"role": "user", "content": "?"}
+
+    def shows(word: str, entry: ChatEntry) -> bool:
+        try:
+            shown = tokenizer.apply_chat_template([user, as_chat(entry, _verbatim)], None, False)
+        except ConfigError:
+            return False
+        return word in shown
+
+    keys = ("reasoning_content", "thinking", "reasoning")
+    thinks = [replace(style, thought_key=key) for key in keys]
+    said = (Piece(OTHER),)
+    call = (ToolCall(TOOL.name, {"key": OTHER}, "call00000"),)
+    thinking = next(
+        (
+            one
+            for one in thinks
+            if shows(WORD, ChatEntry("assistant", said, thought=WORD, data=one))
+            or shows(WORD, ChatEntry("assistant", (), thought=WORD, calls=call, data=one))
+        ),
+        style,
+    )
+    two = (replace(CALL, id="call00000"), ToolCall(TOOL.name, {"key": OTHER}, "call00001"))
+    both = ChatEntry("assistant", (), calls=two, data=style)
+    return replace(thinking, one_call=not shows(OTHER, both))
 
 
 def _lead(tokenizer: Tokenizer, user: Json) -> str:

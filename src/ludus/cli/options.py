@@ -100,7 +100,7 @@ def known_names() -> dict[str, list[str]]:
         "tools": sorted(TOOLS),
         "rewards": sorted(REWARDS),
         "group rewards": sorted(GROUP_REWARDS),
-        "action formats": sorted(FORMATS),
+        "action formats": ["auto", *sorted(FORMATS)],
         "engines": sorted(ENGINES),
         "sandbox backends": sorted(BACKENDS),
         "methods of synthesis": sorted(METHODS),

@@ -133,8 +133,9 @@ def serve_model(
         str | None, typer.Option(help="The model's name in the API; MODEL when left out.")
     ] = None,
     format: Annotated[
-        str, typer.Option(help="How tool calls are written: hermes, llama3, tags, fenced, react.")
-    ] = "hermes",
+        str,
+        typer.Option(help="How tool calls are written; auto: as the chat template writes them."),
+    ] = "auto",
     history: Annotated[
         Literal["strict", "keep", "split"],
         typer.Option(help="Handling of a chat template that rewrites earlier turns, as in a recipe."),
@@ -177,7 +178,7 @@ def serve_model(
     config = serving.config()
     token, kept = serving.token()
 
-    from ludus.chat import Renderer, load_format
+    from ludus.chat import Renderer, format_for
     from ludus.core.generation import Sampling
     from ludus.engine import EmbeddedEngine
     from ludus.model import context_limit
@@ -216,7 +217,7 @@ def serve_model(
         )
         service = CheckpointService(
             engine,
-            Renderer(tokenizer, load_format(format), history),
+            Renderer(tokenizer, format_for(tokenizer, format), history),
             name or model,
             config,
             token=token,

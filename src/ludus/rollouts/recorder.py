@@ -203,7 +203,7 @@ class Recorder:
             self._sampling,
             max_tokens=limit,
             stop=tuple(dict.fromkeys((*self._sampling.stop, *renderer.format.stops, *stop))),
-            stop_tokens=(*self._sampling.stop_tokens, *renderer.tokenizer.stop_tokens),
+            stop_tokens=(*self._sampling.stop_tokens, *renderer.stop_tokens),
             seed=seed,
         )
         started = time.perf_counter()
@@ -290,7 +290,7 @@ def written_action(
     `turn` is the text of the same turn before it, where turns are inline.
     """
     tokens = renderer.action_tokens(renderer.format.render_action(content, calls), turn)
-    ended = renderer.turns == "chat" or tokens[-1:] == [renderer.end_of_turn]
+    ended = renderer.turns == "chat" or (bool(tokens) and tokens[-1] in renderer.stop_tokens)
     finish = FinishReason.STOP_TOKEN if ended else FinishReason.STOP_STRING
     return Sampled(Completion(tokens, [0.0] * len(tokens), finish))
 
@@ -448,7 +448,7 @@ class EngineChatModel:
         sampling = Sampling(
             max_tokens=options.max_tokens,
             temperature=options.temperature,
-            stop_tokens=tuple(self._renderer.tokenizer.stop_tokens),
+            stop_tokens=self._renderer.stop_tokens,
             seed=seed,
         )
         await self._gate.passed()

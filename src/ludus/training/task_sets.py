@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ludus.chat.formats import load_format
+from ludus.chat.recognition import format_for
 from ludus.chat.renderer import Renderer
 from ludus.core.failures import Boundary, ConfigError, LudusError
 from ludus.core.generation import Engine, Sampling
@@ -55,7 +55,7 @@ def build_task_sets(recipe: Recipe, parts: Parts, engine: Engine, tokenizer: Tok
 
 def build_rollout(recipe: Recipe, parts: Parts, engine: Engine, tokenizer: Tokenizer) -> Rollout:
     """The rollout that a recipe describes, on any engine."""
-    format = load_format(recipe.agent.format.name or "hermes", **recipe.agent.format.options)
+    format = format_for(tokenizer, recipe.agent.format.name, **recipe.agent.format.options)
     if recipe.agent.turns == "inline" and isinstance(tokenizer, TranscriptTokenizer):
         raise ConfigError(
             'agent.turns = "inline" goes on in an open turn of the assistant, which a chat server cannot: name '

@@ -39,6 +39,8 @@ class ActionFormat(ABC):
     """Strings that end an action, beside the tokenizer's stop tokens."""
     marks: tuple[str, ...] = ()
     """Special tokens that an action may contain, where the tokenizer has them."""
+    turn_ends: tuple[str, str] | None = None
+    """Control tokens that end an action with calls, and one without, where no one token ends every turn."""
     inline_stops: tuple[str, ...] = ()
     """Stops of a call whose result is appended to the same turn; without any, a format cannot do that."""
     inline: bool = False
@@ -68,7 +70,27 @@ class ActionFormat(ABC):
 
         Inline, a thought may go on over several actions, and may call: all of the text is searched.
         """
-        return ("", text, True) if self.inline else split_thinking(text)
+        return ("", text, True) if self.inline else self.split_thinking(text)
+
+    def split_thinking(self, text: str) -> tuple[str, str, bool]:
+        """`(thought, rest, closed)` of a whole action."""
+        return split_thinking(text)
+
+    def certain_reply(self, text: str, parses_calls: bool) -> tuple[str, str]:
+        """The thought and the text of a reply that begins so, as far as no further text can change them."""
+        thought, start = certain_thought(text)
+        if start is None:
+            return thought, ""
+        body = text[start:]
+        if parses_calls:
+            body = body[: 0 if self.inline else self.certain(body)]
+        return thought, body
+
+    def action_text(self, content: str, calls: Sequence[ToolCall]) -> str:
+        """A message as an action's text: as it was sampled, or its calls written as the format has them."""
+        if calls and not self.parse(content).calls:
+            return self.render_action(content, calls)
+        return content
 
     def without_calls(self, text: str, thought: str) -> ParsedAction:
         """An action that calls nothing, and so answers: with the text of the last answer tag, or all of it."""
@@ -146,6 +168,23 @@ def split_thinking(text: str) -> tuple[str, str, bool]:
             return "\n".join(thoughts), "", False
         position = skip_space(text, stop + len(closing))
     return "\n".join(thoughts), text[position:].rstrip(), True
+
+
+def certain_thought(text: str) -> tuple[str, int | None]:
+    """What `split_thinking` will find as the thought, and where the rest begins; None while that is open."""
+    opening, closing = THINK
+    thoughts: list[str] = []
+    position = skip_space(text, 0)
+    while text.startswith(opening, position):
+        start = position + len(opening)
+        stop = text.find(closing, start)
+        if stop < 0:
+            inside = text[start : before_any(text, (closing,), start)]
+            return "\n".join([*thoughts, inside.strip()]), None
+        thoughts.append(text[start:stop].strip())
+        position = skip_space(text, stop + len(closing))
+    is_open = opening.startswith(text[position:])
+    return "\n".join(thoughts), None if is_open else position
 
 
 def is_thinking(text: str) -> bool:

@@ -40,7 +40,21 @@ LOGPROBS = "processed_logprobs"
 SERVE_COMMAND = "ludus serve vllm RECIPE"
 """The command that starts a server with the required settings."""
 
-TOOL_PARSERS = {"hermes": "hermes", "llama3": "llama3_json"}
+TOOL_PARSERS = {
+    "hermes": "hermes",
+    "llama3": "llama3_json",
+    "qwen3_coder": "qwen3_coder",
+    "glm": "glm45",
+    "glm45": "glm45",
+    "harmony": "openai",
+    "mistral": "mistral",
+    "mistral_list": "mistral",
+    "deepseek_v3": "deepseek_v3",
+    "deepseek_v31": "deepseek_v31",
+    "kimi": "kimi_k2",
+    "minimax": "minimax_m2",
+    "pythonic": "pythonic",
+}
 """vLLM's names of the parsers that read calls as an action format writes them."""
 INSTALL = (
     "Install it in an environment of its own (python -m venv vllm-venv && vllm-venv/bin/pip install vllm; "

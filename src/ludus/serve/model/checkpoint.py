@@ -145,7 +145,7 @@ class CheckpointService:
                 self._sampling,
                 max_tokens=request.max_tokens or self._sampling.max_tokens,
                 stop=tuple(dict.fromkeys((*renderer.format.stops, *request.stop))),
-                stop_tokens=renderer.tokenizer.stop_tokens,
+                stop_tokens=renderer.stop_tokens,
                 **chosen,
             )
         except ValueError as error:

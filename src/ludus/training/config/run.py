@@ -185,9 +185,9 @@ class AgentConfig(Config):
     """The agent: a class, 'command: python my_agent.py', or a function of (task, base_url, key)."""
     program: ProgramConfig = ProgramConfig()
     """How a command or function plays an episode."""
-    format: ChoiceConfig = ChoiceConfig(name="hermes")
-    """How tool calls are written: hermes, llama3, tags, fenced, react, plain; or { name = "tags", result =
-    "observation" } with settings of the format."""
+    format: ChoiceConfig = ChoiceConfig(name="auto")
+    """How tool calls are written: auto (as the chat template writes them, or else hermes), a name of
+    docs/formats.md, or { name = "tags", result = "observation" } with settings of the format."""
     history: Literal["strict", "keep", "split"] = "strict"
     """What to do when the chat template rewrites earlier turns: refuse, keep them, or split the episode."""
     turns: Literal["chat", "inline"] = "chat"

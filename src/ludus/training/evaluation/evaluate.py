@@ -9,7 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from ludus.chat.formats import load_format
+from ludus.chat.recognition import format_for
 from ludus.chat.tokenizers import load_tokenizer
 from ludus.core.failures import ConfigError
 from ludus.core.generation import Sampling
@@ -210,10 +210,15 @@ class EvalModel:
                 yield context.task_sets
             return
         assert self.name is not None
-        tokenizer: Tokenizer = (
-            load_tokenizer(self.tokenizer) if self.tokenizer else TranscriptTokenizer()
-        )
-        format = load_format(recipe.agent.format.name or "hermes", **recipe.agent.format.options)
+        variables, options = recipe.model.chat_template_kwargs, self.remote
+        tokenizer: Tokenizer = TranscriptTokenizer()
+        if self.tokenizer:
+            tokenizer = load_tokenizer(self.tokenizer, template_kwargs=variables)
+        elif variables:  # the server renders: vLLM and SGLang take them with the request
+            options = replace(
+                options, request={"chat_template_kwargs": dict(variables), **options.request}
+            )
+        format = format_for(tokenizer, recipe.agent.format.name, **recipe.agent.format.options)
         if self.remote.tools == "native" and (self.tokenizer or format.name != "hermes"):
             raise ConfigError(
                 'native tools are for chat servers: leave out --tokenizer, and use agent.format = "hermes"'
@@ -221,7 +226,7 @@ class EvalModel:
         engine = RemoteEngine(
             self.name,
             tokenizer,
-            options=self.remote,
+            options=options,
             write_calls=format.render_action,
         )
         sets: list[TaskSet] = []

@@ -142,6 +142,7 @@ def export_model(
             is_adapter=adapter,
             held_out=held_out_table(run, recipe),
             tools=_union(tools),
+            format=facts.format,
             compared=str(compared),
             notes=notes,
             stops=facts.stops,

@@ -33,6 +33,8 @@ class CardFacts:
     is_adapter: bool
     held_out: ReportTable
     tools: Sequence[ToolSpec]
+    format: str
+    """The action format."""
     compared: str
     notes: Sequence[str]
     stops: Sequence[str]
@@ -90,7 +92,7 @@ def _tools(facts: CardFacts) -> str:
     return (
         "## Tools\n\nThe chat template lists the tools that the model was trained with, as they were listed in "
         "training, also where a request gives none; `tools=[]` leaves them out. Calls are written in the "
-        f"format `{facts.recipe.agent.format.name or 'hermes'}`.\n\n{listed}\n"
+        f"format `{facts.format}`.\n\n{listed}\n"
         f"Prompts that came out as in recorded episodes, token for token: {facts.compared}.\n"
     )
 

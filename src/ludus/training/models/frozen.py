@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from functools import cache
 
-from ludus.chat import Renderer, load_format
+from ludus.chat import Renderer, format_for
 from ludus.core.generation import ChatOptions, ChatReply
 from ludus.core.messages import Message
 from ludus.engine import EmbeddedEngine, EngineConfig
@@ -42,7 +42,7 @@ class FrozenModel:
         check_source(source)
         self._model, self._tokenizer = load_model(source, seed=0)
         use_ludus_attention(self._model)
-        self._renderer = Renderer(self._tokenizer, load_format("hermes"), history="keep")
+        self._renderer = Renderer(self._tokenizer, format_for(self._tokenizer, "auto"), history="keep")
         self._engines = PerLoop(self._engine)
 
     async def chat(self, messages: Sequence[Message], options: ChatOptions = ChatOptions()) -> ChatReply:  # noqa: B008 - frozen
