@@ -235,7 +235,7 @@ COMMANDS = {
     "settings budgets": "budgets.max_turns = 8",
     "settings": "synth.rejection.attempts = ",
     "settings rl.algorithm": "    algorithms: grpo, dr_grpo, ",
-    "settings agent.format": "    action formats: fenced, hermes, ",
+    "settings agent.format": "    action formats: auto, deepseek_v3, ",
     "settings rewards": "numeric, process_judge",
     "settings cluster.engine": "    engines: embedded, process, vllm",
     "settings rl.optimiser": "did you mean rl.optimizer",
