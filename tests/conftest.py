@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -42,6 +43,18 @@ def _no_power_cut() -> Iterator[None]:
 def _one_thread() -> None:
     """Tiny models gain nothing from threads, and several test processes would fight for cores."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _own_log() -> Iterator[None]:
+    """A command that serves makes JSON lines the log of its process: the next test's is its own again."""
+    root, ludus = logging.getLogger(), logging.getLogger("ludus")
+    levels = root.level, ludus.level
+    yield
+    for handler in [one for one in root.handlers if type(one) is logging.StreamHandler]:
+        root.removeHandler(handler)
+        root.setLevel(levels[0])
+        ludus.setLevel(levels[1])
 
 
 @pytest.fixture(scope="session", params=["docker", "podman"])

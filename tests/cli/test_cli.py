@@ -267,7 +267,7 @@ def test_stopping_in_the_warm_start_loses_nothing(project: Path) -> None:
     wait_for_checkpoint(process, run, step=2)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate()
-    assert process.returncode == 130 and "ludus train --resume" in errors
+    assert process.returncode == 143 and "ludus train --resume" in errors
     latest = run.latest_checkpoint()
     assert latest is not None and latest.step == max(row["step"] for row in run.metrics())
 
@@ -352,7 +352,7 @@ NAMED = ", ".join(packaged_recipes())
             ("mcp-rl", "no-such-program", "--model", "scratch", "--writer", "http://127.0.0.1:1/v1#m"),
             "there is no program 'no-such-program'",
         ),
-        (("train", "recipe.toml", "model.device=junk"), "cannot be used here"),
+        (("train", "recipe.toml", "model.device=junk"), "models run on cpu and cuda devices"),
         (("train", "recipe.toml", "stage=[]"), "stage = [] has no table"),
         (("train", "recipe.toml", "warm_start.steps=1"), "warm_start has no demonstrations"),
         (("train", "recipe.toml", "model.name=http://127.0.0.1:1/v1"), "can be evaluated only"),

@@ -368,7 +368,7 @@ def test_recorded_episodes_are_shown(project: Path) -> None:
     assert said.count("=== task") == 1 and "--- prompt, " in said and "--- action, " in said
     assert "<|im_start|>user\n2 plus 2?<|im_end|>" in said and "<tools>" in said, "what the model read"
     said = ludus("show", run, "--failed", "--task", "2")
-    assert "no recorded episode" in said and "failed" in said and "=== task" not in said
+    assert "no recorded episode" in said and "was lost" in said and "=== task" not in said
     assert "--wrong shows" in said
     wrong = ["rl.tasks=1", 'rewards=["task.py:constant"]', "run.folder=wrong"]
     ludus("train", "recipe.toml", "rl.steps=1", *wrong)

@@ -156,7 +156,7 @@ def test_only_what_is_missing_is_played(project: Path) -> None:
         said = ludus(*command)
         (row,) = report(project / "r")["measured"]
         assert (row["failed"], row["scored"], row["success"]["value"]) == (4, 20, 1.0)
-        assert row["model"].endswith("#tiny") and "failed episodes" in said
+        assert row["model"].endswith("#tiny") and "lost episodes" in said
         broken = False
         server.asked.clear()
         assert "10 tasks had been played before" in ludus(*command)
@@ -259,7 +259,7 @@ def test_a_server_that_always_fails_is_an_error_and_no_table(
 ) -> None:
     with serving(lambda body: error(400, "wrong model")) as server:
         said = failing(server, "-m", "URL", "--results", "r", capsys=capsys)
-    assert "12 of 12 failed" in said and "wrong model" in said
+    assert "12 of 12 were lost" in said and "wrong model" in said
 
 
 def test_rollout_says_what_an_address_is_for(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

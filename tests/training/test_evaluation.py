@@ -261,7 +261,7 @@ async def test_all_failing_is_an_error_that_says_why(recipe: Recipe, parts: Part
             raise RuntimeError("no luck")
 
     parts.agent = Broken()
-    with pytest.raises(LudusError, match=r"4 of 4 failed .* 'agent': RuntimeError: no luck"):
+    with pytest.raises(LudusError, match=r"4 of 4 were lost .* 'agent': RuntimeError: no luck"):
         await run_study(recipe, parts, plan_of(parts, [await find_model(None, recipe)], (1,)), QUICK)
 
 
@@ -410,8 +410,8 @@ def test_reports_say_what_was_lost(tmp_path: Path) -> None:
     groups = [group(str(n), [1]) for n in range(12)] + [group(str(n), [None]) for n in range(12, 20)]
     one = Study((ModelResult("model", 2, evaluation(groups), 0),), QUICK)
     shown = {str(row[0]): row[1] for row in single_table(one).rows}
-    assert shown["scored episodes"] == "12 of 20" and shown["failed episodes"] == 8
-    assert shown["success, failed ones as 0 / as 1"] == "60.0% / 100.0%"
+    assert shown["scored episodes"] == "12 of 20" and shown["lost episodes"] == 8
+    assert shown["success, lost ones as 0 / as 1"] == "60.0% / 100.0%"
     text = study_markdown(one)
     assert "8 of 20 model's episodes (40.0%) failed" in text and "Most often (8 times)" in text
 

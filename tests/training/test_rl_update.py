@@ -404,7 +404,9 @@ def test_episodes_without_logprobs_are_not_reinforced() -> None:
         for one in spoken.segments
     ]
     learner = tiny_learner(model)
-    with pytest.raises(ConfigError, match=r"no log-probability for \d+ of \d+ tokens.*not reinforced"):
+    with pytest.raises(
+        ConfigError, match=r"no log-probability for \d+ of \d+ sampled tokens.*not reinforced"
+    ):
         policy_update(learner, given, settings("grpo"), reference=None, critic=None)
     assert learner.steps_done == 0
 

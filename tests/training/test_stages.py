@@ -800,7 +800,7 @@ def test_lost_episodes_of_any_stage_are_in_the_report(
         counts = {"episodes": 10.0, "failures": 4.0}
         writer.log(1, prefixed(kind.prefix, counts) if kind.prefix else counts)
         report = write_report(writer, recipe)
-    assert any("4 of 10 training episodes (40.0%) failed" in text for text in report.warnings)
+    assert any("4 of 10 training episodes (40.0%) were lost" in text for text in report.warnings)
 
 
 def test_a_warm_start_of_no_steps_is_left_out() -> None:

@@ -49,12 +49,12 @@ FIRST: dict[str, Callable[..., None] | typer.Typer] = {
     "rollout": rollout,
     "show": show,
     "view": view,
-    "compare": compare,
     "init": init,
     "check": check_app,
     "serve": serve_app,
-    "export": export,
     "synth": synth,
+    "compare": compare,
+    "export": export,
 }
 FURTHER: dict[str, Callable[..., None] | typer.Typer] = {
     "settings": settings,
