@@ -413,7 +413,7 @@ def test_reports_say_what_was_lost(tmp_path: Path) -> None:
     assert shown["scored episodes"] == "12 of 20" and shown["lost episodes"] == 8
     assert shown["success, lost ones as 0 / as 1"] == "60.0% / 100.0%"
     text = study_markdown(one)
-    assert "8 of 20 model's episodes (40.0%) failed" in text and "Most often (8 times)" in text
+    assert "8 of 20 model's episodes (40.0%) were lost" in text and "Most often (8 times)" in text
 
 
 def test_a_single_task_is_told_to_have_no_interval() -> None:
