@@ -11,7 +11,12 @@ from engine_models import FAMILIES, make, prompts
 from transformers import AutoModelForCausalLM
 
 from ludus.core import ConfigError
-from ludus.model import use_ludus_attention
+from ludus.model import (
+    PackedContext,
+    hidden_states,
+    set_activation_checkpointing,
+    use_ludus_attention,
+)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -51,14 +56,30 @@ def test_a_saved_model_knows_nothing_of_ludus(tmp_path: Path) -> None:
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation != "ludus"
 
 
-def test_a_model_that_keeps_things_from_its_attention_is_refused_with_the_reason() -> None:
+def test_a_model_that_hands_no_arguments_to_its_attention_is_packed_and_checkpointed() -> None:
     from transformers import StableLmConfig, StableLmForCausalLM
 
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 60}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 60}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
-    model = StableLmForCausalLM(StableLmConfig(**sizes, **heads))
-    with pytest.raises(ConfigError, match="StableLmForCausalLM does not hand keyword arguments down"):
-        use_ludus_attention(model)
+    torch.manual_seed(0)
+    model = StableLmForCausalLM(StableLmConfig(**sizes, **heads)).train()
+    rows = [row.tolist() for row in torch.split(torch.arange(12) * 7 % 60, [5, 4, 3])]
+    expected: list[torch.Tensor] = []
+    for row in rows:
+        expected.append(model.model(torch.tensor([row])).last_hidden_state[0])
+    torch.cat(expected).square().sum().backward()
+    wanted = [parameter.grad.clone() for parameter in model.model.parameters()]
+    use_ludus_attention(model)
+    for layers in (0, 2):
+        set_activation_checkpointing(model, layers)
+        model.zero_grad()
+        context = PackedContext([5, 4, 3])
+        tokens = torch.tensor([token for row in rows for token in row])
+        given = hidden_states(model, tokens, context.position_ids, context)
+        torch.testing.assert_close(given, torch.cat(expected), atol=1e-5, rtol=1e-5)
+        given.square().sum().backward()
+        for parameter, gradient in zip(model.model.parameters(), wanted, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient, atol=1e-4, rtol=1e-4)
 
 
 def test_what_is_not_a_causal_language_model_is_refused() -> None:

@@ -6,6 +6,9 @@ values are in the KV cache, or a `PackedContext` for the trainer, whose tokens a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -131,6 +134,24 @@ class AttentionContext(Protocol):
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams
     ) -> Tensor:
         """[1, T, Hq, D] from query [1, Hq, T, D], key and value [1, Hkv, T, D]."""
+
+
+_running: ContextVar[AttentionContext | None] = ContextVar("ludus_attention", default=None)
+
+
+def current_context() -> AttentionContext | None:
+    """The context of the forward pass that this thread runs."""
+    return _running.get()
+
+
+@contextmanager
+def running(context: AttentionContext | None) -> Iterator[None]:
+    """Run a forward pass with a context, for modules that get no keyword arguments from their model."""
+    token = _running.set(context)
+    try:
+        yield
+    finally:
+        _running.reset(token)
 
 
 class StackedAttentionContext:

@@ -3,8 +3,9 @@
 Decoder and LM head are apart, because log-probabilities are computed in chunks of rows, never for a whole batch
 at once. `ludus_attention` is registered with transformers under the name "ludus"; the context that travels down
 the module's forward as the keyword argument of that name decides what it does, and without one it is ordinary
-causal attention, so that `model(...)` and `model.generate(...)` still work. A keyword argument, unlike a
-thread-local, also reaches the recomputation of activation checkpointing, on whatever thread that runs.
+causal attention, so that `model(...)` and `model.generate(...)` still work. Some models do not hand keyword
+arguments down: for their modules the context is also that of the thread (`running`), which activation
+checkpointing restores for its recomputation, on whatever thread that runs.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from transformers.masking_utils import sdpa_mask
 
 from ludus.core.failures import ConfigError
 from ludus.kernels import linear_float32, unavailable
-from ludus.model.attention import AttentionContext, AttentionParams, attend, causal_mask
+from ludus.model.attention import (
+    AttentionContext,
+    AttentionParams,
+    attend,
+    causal_mask,
+    current_context,
+    running,
+)
 from ludus.model.fused_model import decoder_parts, fused_hidden_states, unsupported
 from ludus.model.hf_model import checkpointed_layers, decoder_of, device_of, text_config, unwrapped
 
@@ -115,12 +123,13 @@ def stock_hidden_states(
     read = (
         {"input_ids": input_ids[None]} if embedded_TH is None else {"inputs_embeds": embedded_TH[None]}
     )
-    output = decoder_of(model)(
-        **read,
-        position_ids=position_ids.reshape(1, -1),
-        use_cache=False,
-        **{CONTEXT: context},
-    )
+    with running(context):
+        output = decoder_of(model)(
+            **read,
+            position_ids=position_ids.reshape(1, -1),
+            use_cache=False,
+            **{CONTEXT: context},
+        )
     states: Tensor = output.last_hidden_state.squeeze(0)
     return states
 
@@ -163,11 +172,12 @@ def ludus_attention(
         softcap=softcap,
         dropout=dropout,
     )
-    if ludus_attention is not None:
+    context = current_context() if ludus_attention is None else ludus_attention
+    if context is not None:
         layer = getattr(module, "layer_idx", None)
         if layer is None:
             raise ConfigError(f"{type(module).__name__} does not say which layer it is (layer_idx)")
-        return ludus_attention.attend(layer, query, key, value, params), None
+        return context.attend(layer, query, key, value, params), None
     return _attend_without_context(
         query, key, value, attention_mask, params, others.get("position_ids")
     ), None
@@ -191,13 +201,9 @@ def _attend_without_context(
     return attend(query, key, value, params, mask).transpose(1, 2).contiguous()
 
 
-class LostContextError(ConfigError):
-    """Packed sequences came to the attention without what says where each begins."""
-
-
 def _refuse_packed(positions: Tensor | None) -> None:
     if positions is not None and positions.shape[-1] > 1 and not bool((positions.diff() == 1).all()):
-        raise LostContextError(
+        raise ConfigError(
             "position_ids that start anew mean packed sequences: pass ludus_attention=PackedContext(...)"
         )
 

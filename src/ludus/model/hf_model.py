@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ludus.core.failures import ConfigError
+from ludus.model.attention import current_context, running
 
 
 def unwrapped(model: nn.Module) -> Any:
@@ -102,8 +102,16 @@ def set_activation_checkpointing(model: nn.Module, layers: int) -> None:
     layers = max(0, min(layers, len(blocks)))
     for number, block in enumerate(blocks):
         block.gradient_checkpointing = number < layers
-        block._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+        block._gradient_checkpointing_func = _checkpoint
     _checkpointed[decoder] = layers
+
+
+def _checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+    """Checkpoint a layer; it is recomputed with its own attention context, on whatever thread."""
+    context = current_context()
+    return checkpoint(
+        function, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), running(context))
+    )
 
 
 def checkpointed_layers(model: nn.Module) -> int:

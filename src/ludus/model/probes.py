@@ -26,7 +26,6 @@ from ludus.core.messages import Media, MediaSpan
 from ludus.model.attention import AttentionParams
 from ludus.model.forward import (
     NAME,
-    LostContextError,
     head_logits,
     hidden_states,
     stock_hidden_states,
@@ -300,21 +299,14 @@ def _packed(model: nn.Module, forward: Callable[..., Tensor]) -> Tensor:
     """Hidden states of the probe's sequences, packed; refuses a model whose attention was not reached."""
     tokens = probe_tokens(model, sum(_PROBE_LENGTHS))
     context = _Recorder(_PROBE_LENGTHS, tokens.device)
-    try:
-        given = forward(model, tokens, context.position_ids, context)
-    except LostContextError:
-        raise _lost_context(type(unwrapped(model)).__name__) from None
+    given = forward(model, tokens, context.position_ids, context)
     if context.calls == 0:
-        raise _lost_context(type(unwrapped(model)).__name__)
+        raise ConfigError(
+            f"{type(unwrapped(model)).__name__} does not attend through the attention interface of "
+            "transformers, which is how Ludus tells it what belongs together"
+        )
     _check_windows(model, context.windows)
     return given
-
-
-def _lost_context(name: str) -> ConfigError:
-    return ConfigError(
-        f"{name} does not hand keyword arguments down to its attention, which is how Ludus tells it what "
-        "belongs together"
-    )
 
 
 def probe_head(model: nn.Module) -> None:
