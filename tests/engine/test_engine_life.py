@@ -17,7 +17,7 @@ from engine_models import make, plain_logprobs, prompts, stock_greedy, until
 from ludus.core import ConfigError, Engine, EngineError, FinishReason, Media, Sampling, VersionSpan
 from ludus.engine import EmbeddedEngine, EngineConfig
 from ludus.engine.embedded import engine as engine_module
-from ludus.remote.time_limit import time_limit
+from ludus.remote.limits import time_limit
 
 GREEDY = Sampling(max_tokens=6, temperature=0)
 LONG = Sampling(max_tokens=200, temperature=0)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ludus.core import ConfigError, Task
 from ludus.rollouts import load_tasks
-from ludus.rollouts.task_file import LARGE_BYTES, TaskFile
+from ludus.rollouts.task_files import LARGE_BYTES, TaskFile
 from ludus.rollouts.tasksets import MOST_CHARACTERS, tasks_of_lines
 from ludus.training import Recipe, load_parts
 

@@ -18,7 +18,7 @@ from ludus.observe.metrics import undefined
 from ludus.training import TaskRecord, check_parts, load_parts
 from ludus.training.config.recipe import Recipe
 from ludus.training.data.tasks import learnable
-from ludus.training.hooks import HookError
+from ludus.training.loop import HookError
 
 MINE = """
 import random

@@ -41,7 +41,7 @@ from ludus.envs.env import (
     setting_of,
 )
 from ludus.envs.instances import Instance, InstanceFactory, PoolConfig, is_final
-from ludus.remote.time_limit import queueing
+from ludus.remote.limits import queueing
 from ludus.tools.versions import code_version
 
 _log = logging.getLogger(__name__)

@@ -1,8 +1,15 @@
 """The outputs of a run, and their display: metrics, episodes, checkpoints, reports."""
 
-from ludus.observe.console import SHOWN_METRICS, Progress, setup_logging
+from ludus.observe.console import (
+    SHOWN_METRICS,
+    Progress,
+    change_style,
+    folded_episode,
+    large,
+    setup_logging,
+    share_lines,
+)
 from ludus.observe.diagnosis import Diagnosis, diagnose, explain_silence
-from ludus.observe.episode_findings import EpisodeTally
 from ludus.observe.episode_rows import Opaque, dump_value, escape
 from ludus.observe.episodes import (
     StoreError,
@@ -29,7 +36,7 @@ from ludus.observe.files import (
     remove_directory,
     slug_of,
 )
-from ludus.observe.findings import Finding, run_findings
+from ludus.observe.findings import EpisodeTally, Finding, run_findings
 from ludus.observe.metrics import (
     SPLITS,
     definition_of,
@@ -64,7 +71,6 @@ from ludus.observe.run_folder import (
     recorded_in,
 )
 from ludus.observe.run_writer import RunWriter
-from ludus.observe.screen import change_style, folded_episode, large, share_lines
 from ludus.observe.sinks import SINKS, JsonLinesSink, Sink, TensorBoardSink
 from ludus.observe.statistics import (
     Estimate,

@@ -47,9 +47,8 @@ from ludus.core.trajectory import (
 )
 from ludus.envs.world import ExpertMoves, next_move
 from ludus.llm import ChatError
-from ludus.remote.concurrency import SamplingGate
+from ludus.remote.limits import SamplingGate, current_limit, recorded_wait, under_limit
 from ludus.remote.threads import run_sync
-from ludus.remote.time_limit import current_limit, recorded_wait, under_limit
 
 
 class BudgetUsedUp(LudusError):

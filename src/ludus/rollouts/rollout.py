@@ -57,8 +57,7 @@ from ludus.envs import (
     tools_of,
 )
 from ludus.envs.env import call_env, setting_of
-from ludus.remote.concurrency import SamplingGate, run_all, stop_all
-from ludus.remote.time_limit import time_limit
+from ludus.remote.limits import SamplingGate, run_all, stop_all, time_limit
 from ludus.rewards import Scorer
 from ludus.rollouts.agent import Agent
 from ludus.rollouts.branching import EpisodeRecord, Origin, WorldState, check_forkable

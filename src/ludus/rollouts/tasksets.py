@@ -17,8 +17,7 @@ from ludus.core.user_code import error_with_location
 from ludus.core.user_files import file_problem, json_lines, read_user_json, read_user_text
 from ludus.envs.world import adapted_tasks
 from ludus.model.image_files import check_image, decode_image
-from ludus.rollouts.logs import is_logs, opening_rows, read_logs
-from ludus.rollouts.task_file import TaskFile, is_large
+from ludus.rollouts.task_files import TaskFile, is_large, is_logs, opening_rows, read_logs
 
 DATASET = "dataset:"
 """How a Hugging Face dataset is named: dataset:NAME:CONFIG@SPLIT; without them its own config, and train."""

@@ -11,9 +11,8 @@ from typing import Literal
 from ludus.core.failures import Fault, InfraError
 from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSet, ToolSpec
 from ludus.core.trajectory import Audit, AuditRecord, Trajectory, legality_of, spans_of
-from ludus.remote.concurrency import run_all
+from ludus.remote.limits import recorded_wait, run_all
 from ludus.remote.threads import run_sync
-from ludus.remote.time_limit import recorded_wait
 from ludus.rollouts.recorder import Budgets
 from ludus.tools import OutputLimits, changed_tools, tools_changed
 

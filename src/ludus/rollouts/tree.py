@@ -36,7 +36,7 @@ from pydantic import Field
 from ludus.core.config import Config
 from ludus.core.random import key, shuffled
 from ludus.core.trajectory import Segment, StopReason, Trajectory, is_success
-from ludus.remote.concurrency import run_all
+from ludus.remote.limits import run_all
 from ludus.rollouts.branching import EpisodeRecord, Origin
 
 SEARCH_SCORE = "search/score"

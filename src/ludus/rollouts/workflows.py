@@ -28,7 +28,7 @@ from ludus.core.messages import Json, Message
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory, is_success
 from ludus.core.user_files import read_user_json
-from ludus.rollouts.task_file import map_tasks
+from ludus.rollouts.task_files import map_tasks
 
 _WORD = re.compile(r"\w+")
 _MOST_GOALS = 5

@@ -25,8 +25,8 @@ from urllib.parse import quote, urlsplit
 from ludus.core.failures import ConfigError, Fault, InfraError
 from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult, ToolSpec
 from ludus.remote.client import NotConnected, ResponseLost, UnknownHost, retry_after
+from ludus.remote.limits import queueing
 from ludus.remote.lost_episodes import EpisodeLost, EpisodeState, OutcomeUnknown, check_repeatable
-from ludus.remote.time_limit import queueing
 from ludus.tools.hosting.host import UNKNOWN, ToolFacts
 from ludus.tools.remote_http import (
     RetryBudget,

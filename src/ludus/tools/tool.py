@@ -17,7 +17,7 @@ from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 from ludus.core.failures import ConfigError, Fault, ToolFault
 from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSpec
 from ludus.core.user_code import register_user_code
-from ludus.remote.time_limit import queueing
+from ludus.remote.limits import queueing
 from ludus.tools.calling import Encode, OutputLimits, invoke
 from ludus.tools.signature import Signature, signature_of, validate_arguments
 

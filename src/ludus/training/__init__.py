@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from ludus.training.data.rollout_batch import RolloutBatch
     from ludus.training.data.tasks import TaskRecord, TaskSampler, TaskSet, items_of_step
     from ludus.training.evaluation.evaluate import Evaluation
-    from ludus.training.hooks import StepEvent
-    from ludus.training.loop import Trainer
+    from ludus.training.loop import StepEvent, Trainer
     from ludus.training.models.loading import check_source, load_model
     from ludus.training.models.lora import add_adapter, save_adapter
     from ludus.training.models.references import adapter_reference

@@ -16,7 +16,7 @@ from typing import Protocol
 from ludus.core.failures import Boundary, ConfigError, EngineError, Failure
 from ludus.core.task import Task
 from ludus.core.trajectory import Group
-from ludus.remote.concurrency import EpisodePlaces, GroupPlaces, SamplingGate, stop_all
+from ludus.remote.limits import EpisodePlaces, GroupPlaces, SamplingGate, stop_all
 from ludus.rollouts.recorder import Budgets
 from ludus.rollouts.rollout import Rollout
 from ludus.training.config.rl import RolloutSettings

@@ -24,7 +24,7 @@ from ludus.training.config.parts import (
 from ludus.training.config.recipe import Recipe, StageConfig
 from ludus.training.config.run import AgentConfig, launched_rank
 from ludus.training.config.stages import OptimizerConfig, SFTConfig
-from ludus.training.hooks import StepHooks
+from ludus.training.loop import StepHooks
 from ludus.training.models.loading import device_of
 from ludus.training.optim.optimizers import check_optimizer
 from ludus.training.stages import stage_class

@@ -10,18 +10,21 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from ludus.core.messages import Json
-from ludus.observe.episode_findings import (
+from ludus.observe.findings import (
     FEWEST_EPISODES,
     LATE_STEPS,
     Counted,
+    Finding,
+    Rows,
     ToolErrors,
+    by_severity,
     lost_finding,
     malformed_finding,
     never_succeeds_finding,
+    run_findings,
     tool_finding,
     uncalled_finding,
 )
-from ludus.observe.findings import Finding, Rows, by_severity, run_findings
 from ludus.observe.report import share_text
 from ludus.viewer.episode_index import EpisodeIndex
 

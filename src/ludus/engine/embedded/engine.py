@@ -54,7 +54,7 @@ from ludus.engine.embedded.request import (
 from ludus.model.hf_model import context_limit, sampling_mode, unwrapped, vocabulary_size
 from ludus.model.images import images_of, with_virtual_ids
 from ludus.model.probes import use_ludus_attention
-from ludus.remote.time_limit import queueing
+from ludus.remote.limits import queueing
 
 T = TypeVar("T")
 

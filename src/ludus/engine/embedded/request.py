@@ -19,7 +19,7 @@ from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, FinishReason, OnTokens, Sampling, VersionSpan, first_stop
 from ludus.core.messages import MediaSpan
 from ludus.engine.embedded.block_manager import BlockTable
-from ludus.remote.time_limit import Wait
+from ludus.remote.limits import Wait
 
 
 class ReplyFuture:

@@ -28,8 +28,8 @@ from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, Engine, FinishReason, OnTokens, Sampling, VersionSpan
 from ludus.core.messages import MediaSpan
 from ludus.engine.replicas.weights import Canary, CanaryError, Published, WeightFolders, WeightSource
+from ludus.remote.limits import queueing
 from ludus.remote.supervisor import Member, NoWorker, Restarts, Supervisor, WorkerDied
-from ludus.remote.time_limit import queueing
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from ludus.chat.streaming import ReplyView, TokenFeed, read_completion
 from ludus.core.generation import Completion, Engine, OnTokens, Sampling
 from ludus.core.images import MOST_PIXELS
 from ludus.core.messages import Json
-from ludus.remote.concurrency import run_all
+from ludus.remote.limits import run_all
 from ludus.serve.admission import Admission, Ticket, WorkBudget
 from ludus.serve.app import check_exposure, check_token
 from ludus.serve.model.requests import (

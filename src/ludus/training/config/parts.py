@@ -19,7 +19,7 @@ from ludus.envs import Env, env_name, load_env
 from ludus.rewards import build_group_reward, build_reward
 from ludus.rewards.scorer import rewards_by_name
 from ludus.rollouts.agent import Agent, Expert
-from ludus.rollouts.task_file import map_tasks
+from ludus.rollouts.task_files import map_tasks
 from ludus.rollouts.tasksets import FILES, Columns, is_rows, load_tasks, parse_tasks
 from ludus.rollouts.workflows import with_workflows
 from ludus.tools.library import build_toolset, tools_named

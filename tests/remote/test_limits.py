@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludus.remote.time_limit import current_limit, queueing, recorded_wait, time_limit, under_limit
+from ludus.remote.limits import current_limit, queueing, recorded_wait, time_limit, under_limit
 
 
 class JumpingLoop(asyncio.SelectorEventLoop):
