@@ -114,7 +114,17 @@ def _constant(text: str) -> NoReturn:
     raise BadJson(f"{text} is not a JSON value")
 
 
-_DECODER = JSONDecoder(object_pairs_hook=_object, parse_float=_finite, parse_constant=_constant)
+def strict_decoder(*, control_characters: bool = False) -> JSONDecoder:
+    """Refuses keys given twice and numbers that are not finite; strings may hold line ends where told."""
+    return JSONDecoder(
+        object_pairs_hook=_object,
+        parse_float=_finite,
+        parse_constant=_constant,
+        strict=not control_characters,
+    )
+
+
+_DECODER = strict_decoder()
 
 
 def decode(adapter: TypeAdapter[T], raw: Any) -> T:

@@ -7,15 +7,17 @@ end would be found later, when the line that they come from is unknown.
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import stat
 from collections.abc import Iterator
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
 from ludus.core.failures import ConfigError, not_there
+from ludus.core.strict_json import strict_decoder
+
+_DECODER = strict_decoder()
 
 
 def file_problem(path: str | Path, *, beside_recipe: bool = True) -> str | None:
@@ -78,7 +80,7 @@ def parse_user_json(text: str, where: str) -> Any:
     """The value of a JSON text; the error begins with `where`."""
     try:
         return _DECODER.decode(text)
-    except json.JSONDecodeError as error:
+    except JSONDecodeError as error:
         at = (
             f"line {error.lineno}, column {error.colno}"
             if "\n" in text.strip()
@@ -103,23 +105,3 @@ def json_lines(text: str, name: str) -> Iterator[tuple[str, Any]]:
         if line.strip():
             where = f"{name}, line {number}"
             yield where, parse_user_json(line, f"{where},")
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r:.80} comes twice: keep one of them")
-    return made
-
-
-def _finite(text: str) -> float:
-    if not math.isfinite(value := float(text)):
-        raise ValueError(f"the number {text[:40]} is not finite: write null, or a text")
-    return value
-
-
-_DECODER = json.JSONDecoder(
-    object_pairs_hook=_without_repeats, parse_float=_finite, parse_constant=_finite
-)

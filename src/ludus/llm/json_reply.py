@@ -6,7 +6,6 @@ is checked by a pydantic type; the last value that fits counts, because thoughts
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from pydantic import TypeAdapter
 
 from ludus.core.generation import ChatModel, ChatOptions, ChatReply
 from ludus.core.messages import Message
-from ludus.core.strict_json import decode
+from ludus.core.strict_json import decode, strict_decoder
 from ludus.llm.remote import ChatError
 
 T = TypeVar("T")
@@ -143,20 +142,4 @@ def _value_at(text: str, at: int) -> tuple[Any, int] | None:
     return value, len(text)  # how far it went is not known any more
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A key that comes twice has two meanings."""
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        raise ValueError("a key comes twice")
-    return made
-
-
-def _refused(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON")
-
-
-_DECODER = json.JSONDecoder(
-    object_pairs_hook=_without_repeats,
-    parse_constant=_refused,
-    strict=False,
-)
+_DECODER = strict_decoder(control_characters=True)
