@@ -697,7 +697,7 @@ def test_the_first_page_begins_with_what_a_newcomer_needs() -> None:
 def test_help_names_everything_that_a_recipe_can_name(command: str) -> None:
     from ludus.algos.specs import ALGORITHMS
     from ludus.envs import WORLDS
-    from ludus.rewards.registry import GROUP_REWARDS, REWARDS
+    from ludus.rewards import GROUP_REWARDS, REWARDS
     from ludus.synth.method import METHODS
 
     said = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "120"}).output

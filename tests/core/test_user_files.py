@@ -23,7 +23,7 @@ from ludus.rewards.judges.rubric import load_rubric
 from ludus.rollouts import load_tasks
 from ludus.tools.library.retrieval import read_corpus
 from ludus.training.data.conversations import read_conversations
-from ludus.worlds.data import read_rows
+from ludus.worlds import read_rows
 
 ROW = '{"prompt": "2+2?", "target": "4", "task": "2+2?", "answer": "4", "text": "x", "title": "y"'
 READERS: dict[str, tuple[str, Callable[[str], Any]]] = {

@@ -1,4 +1,4 @@
-"""Training on two ranks: the same as on one, whatever fails on one of them, and no process is left behind."""
+"""Training on two ranks, and on four (slow): the same as on one, whatever fails on one of them, and no process is left behind."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ OPTIMIZER = {"learning_rate": 1e-2, "micro_batch_tokens": 40, "max_gradient_norm
 SLOW = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[CalledRanks]:
-    """This process and another one. The last test kills that one."""
-    ranks = called_ranks()
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=SLOW)], ids=["two", "four"])
+def pair(request: pytest.FixtureRequest) -> Iterator[CalledRanks]:
+    """This process and another one, or three. The last test kills one of them."""
+    ranks = called_ranks(trainer_ranks=request.param)
     yield ranks
     ranks.close()
 

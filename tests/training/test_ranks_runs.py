@@ -58,10 +58,11 @@ def assert_same_run(one: Result, two: Result) -> None:
         assert float((tensor - right[key]).abs().max()) <= 1e-5, key
 
 
-def test_all_stages_on_two_ranks_equal_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [2, 4])
+def test_all_stages_on_several_ranks_equal_one(tmp_path: Path, count: int) -> None:
     rate = {"optimizer": {"learning_rate": 1e-3}}  # at a high one, rounding grows with every step
     stages = [{**stage, **rate, "steps": min(stage["steps"], 3)} for stage in STAGES[:-1]]
-    results = [train(tmp_path / str(ranks), ranks, stage=stages) for ranks in (1, 2)]
+    results = [train(tmp_path / str(ranks), ranks, stage=stages) for ranks in (1, count)]
     assert_same_run(*results)
     assert len(results[0].metrics) > 8
 
@@ -79,8 +80,11 @@ def base(tmp_path: Path) -> Path:
 RL = {"steps": 2, "tasks": 2, "attempts": 3, "kl": 0.1, "optimizer": {"learning_rate": 1e-3}}
 
 
-def test_a_run_goes_on_with_more_and_fewer_ranks(tmp_path: Path, base: Path) -> None:
-    """2 -> 1 -> 2, of an adapter and of all weights, with a critic and a reference that follows."""
+@pytest.mark.parametrize("counts", [(2, 1, 2), (2, 4, 1)])
+def test_a_run_goes_on_with_more_and_fewer_ranks(
+    tmp_path: Path, base: Path, counts: tuple[int, int, int]
+) -> None:
+    """An adapter and all weights, with a critic and a reference that follows."""
     # a written warm-up: the usual one depends on the steps that are planned, which grow here
     critic = {"warmup_steps": 1}
     ppo = RL | {"algorithm": "ppo", "critic": critic, "reference_sync": {"every": 1, "mixup_alpha": 1.0}}
@@ -88,8 +92,8 @@ def test_a_run_goes_on_with_more_and_fewer_ranks(tmp_path: Path, base: Path) -> 
         model = {"name": str(base), "lora": lora}
         whole = train(tmp_path / f"{name}-1", 1, model=model, rl=ppo | {"steps": 6})
         folder = tmp_path / f"{name}-2"
-        resumed = train(folder, 2, model=model, rl=ppo)
-        for steps, ranks in ((4, 1), (6, 2)):
+        resumed = train(folder, counts[0], model=model, rl=ppo)
+        for steps, ranks in zip((4, 6), counts[1:], strict=True):
             more: dict[str, Any] = {"rl": {"steps": steps}, "cluster": {"trainer_ranks": ranks}}
             resumed = ludus.train(resume=folder, progress=False, **more, **code({}))
         weights = [one.model / "model.safetensors" for one in (whole, resumed)]

@@ -1,4 +1,4 @@
-"""Images on two trainer ranks: the same as on one, also where one of them has no image to look at."""
+"""Images on two trainer ranks, and on four (slow): the same as on one, also where one of them has no image to look at."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ SHOWN: list[tuple[Media, ...]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[CalledRanks]:
-    ranks = called_ranks()
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=SLOW)], ids=["two", "four"])
+def pair(request: pytest.FixtureRequest) -> Iterator[CalledRanks]:
+    ranks = called_ranks(trainer_ranks=request.param)
     yield ranks
     ranks.close()
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ludus.cli.run_commands import CheckpointOption
-from ludus.cli.serve_options import (
+from ludus.cli.options import (
     ConfigOption,
     Serving,
     Settings,
@@ -22,6 +21,7 @@ from ludus.cli.serve_options import (
     tools_file,
     with_server_options,
 )
+from ludus.cli.run_commands import CheckpointOption
 from ludus.core.config import toml_table
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Json

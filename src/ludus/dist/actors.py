@@ -24,7 +24,7 @@ from ludus.envs.remote import RemoteEnv
 from ludus.remote import user_log
 from ludus.remote.channel import Frame
 from ludus.remote.supervisor import NoWorker, Supervisor, WorkerDied
-from ludus.rewards.registry import build_reward
+from ludus.rewards import build_reward
 from ludus.rewards.reward import CheckedReward
 from ludus.rewards.scorer import evaluate, evaluate_turns
 from ludus.rewards.scores import DEFAULT_TIMEOUT

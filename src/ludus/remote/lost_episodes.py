@@ -10,7 +10,7 @@ Which error means what, and where that is decided:
 - a tool server: `tools/remote_http.py` (`failure_of`); a session that is gone: `tools/remote.py` (`_refused`)
 - an environment in a session: `envs/served.py` (`_Session.state`)
 - an MCP server: `tools/mcp/toolset.py` (`_EpisodeState.kept`)
-- an environment server of another project: `envs/adapters/server.py` (`ForeignServer.failure`)
+- an environment server of another project: `envs/adapters/__init__.py` (`ForeignServer.failure`)
 """
 
 from __future__ import annotations

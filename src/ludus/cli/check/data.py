@@ -26,11 +26,10 @@ from ludus.core.trajectory import StopReason, Trajectory
 from ludus.core.user_files import file_problem
 from ludus.engine.fake import FakeEngine
 from ludus.observe import Progress, holds_trajectories, read_trajectories, setup_logging
-from ludus.rewards import TurnReward, build_reward
+from ludus.rewards import REWARDS, TurnReward, build_reward
 from ludus.rewards.check import measure_agreement, read_labels
 from ludus.rewards.code_tests import UnitTests
 from ludus.rewards.code_tests.weak_tests import find_weak_tests
-from ludus.rewards.registry import REWARDS
 from ludus.rewards.scorer import rewards_by_name
 from ludus.rollouts.tasksets import load_tasks
 from ludus.sandbox import close_shared_sandboxes

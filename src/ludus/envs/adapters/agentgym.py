@@ -11,7 +11,7 @@ from typing import Any
 from ludus.core.failures import ConfigError, InfraError, ToolFault
 from ludus.core.messages import Json
 from ludus.core.task import Task
-from ludus.envs.adapters.server import CLOSE_SECONDS, as_reward, as_text, server_at
+from ludus.envs.adapters import CLOSE_SECONDS, as_reward, as_text, server_at
 from ludus.envs.env import OVER, Env, Step
 from ludus.envs.world import EnvAdapter
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ludus.core.failures import Fault, ToolFault
 from ludus.core.messages import Json, ToolContext, ToolResult, ToolSpec
 from ludus.core.task import Task
-from ludus.envs.adapters.server import CLOSE_SECONDS, as_reward, as_text, server_at
+from ludus.envs.adapters import CLOSE_SECONDS, as_reward, as_text, server_at
 from ludus.envs.env import OVER, Env
 from ludus.envs.tools import ForwardedTool
 from ludus.envs.world import EnvAdapter

@@ -18,8 +18,8 @@ from ludus.envs.env import Env
 from ludus.envs.world import World
 from ludus.rewards import reward
 from ludus.tools import tool
+from ludus.worlds import data_path
 from ludus.worlds.alfworld.game import Game, GameFile, UnknownRules, read_game
-from ludus.worlds.data import data_path
 
 VARIABLES = "LUDUS_ALFWORLD_DATA|ALFWORLD_DATA"
 SUBTASKS = (

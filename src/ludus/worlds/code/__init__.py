@@ -28,8 +28,8 @@ from ludus.rewards.code_tests.fault_attribution import SandboxFactory
 from ludus.rewards.code_tests.test_cases import code_of
 from ludus.rewards.scores import Parts
 from ludus.tools import tool
+from ludus.worlds import data_path, files_of, read_rows
 from ludus.worlds.code.functions import TESTED
-from ludus.worlds.data import data_path, files_of, read_rows
 
 _CASES = 8
 """Hidden tests of a pipeline."""

@@ -24,7 +24,7 @@ from ludus.envs.world import World
 from ludus.rewards import reward
 from ludus.rewards.conduct import made_calls
 from ludus.rewards.text_rewards import close, last_number, maths
-from ludus.worlds.data import data_path
+from ludus.worlds import data_path
 from ludus.worlds.maths.files import final_answer, program_of, question_and_solution, rows_of, words_of
 
 DIGITS = {1: 2, 2: 3, 3: 5, 4: 9}

@@ -12,7 +12,7 @@ from typing import Any
 from ludus.core.failures import ConfigError
 from ludus.core.random import key
 from ludus.tools.library.calculator import CalculationError, evaluate
-from ludus.worlds.data import files_of, read_rows
+from ludus.worlds import files_of, read_rows
 
 _WORDS = {"train": ("train",), "held_out": ("test", "held_out", "eval", "500")}
 """Words in names of files for each split."""

@@ -23,7 +23,7 @@ from ludus.rewards import reward
 from ludus.rewards.text_rewards import exact_match
 from ludus.tools import tool
 from ludus.tools.library.retrieval import Method, Retriever, checked_query, open_retriever, shown
-from ludus.worlds.data import ENDINGS, data_path, read_rows
+from ludus.worlds import ENDINGS, data_path, read_rows
 from ludus.worlds.search import fiction
 
 CORPUS = "ludus.worlds.search.fiction:articles"

@@ -20,7 +20,7 @@ from typing import Any
 from ludus.core.failures import ConfigError
 from ludus.sandbox import SandboxConfig
 from ludus.sandbox.sql import Database
-from ludus.worlds.data import data_path, files_of, read_rows
+from ludus.worlds import data_path, files_of, read_rows
 from ludus.worlds.sql.databases import NAMES, script_of
 
 VARIABLE = "LUDUS_SQL_DATA"

@@ -28,7 +28,7 @@ from typing import Any
 from ludus.core.failures import ConfigError
 from ludus.core.task import Task
 from ludus.sandbox import Session
-from ludus.worlds.data import data_path, read_rows
+from ludus.worlds import data_path, read_rows
 from ludus.worlds.swe.repository import MOST_TREE, BadTree, RepositoryTask, unpacked
 
 TASKS = "LUDUS_SWE_TASKS"

@@ -24,7 +24,7 @@ import numpy as np
 from ludus.core.failures import ConfigError
 from ludus.core.random import key, shuffled, uniform
 from ludus.envs.world import imported
-from ludus.worlds.data import data_path, read_file, read_rows
+from ludus.worlds import data_path, read_file, read_rows
 
 DATA = "LUDUS_WEBSHOP_DATA"
 MOST_RESULTS = 50
