@@ -293,7 +293,7 @@ class Trainer:
         logged = user_log.means(user_log.swap())
         metrics = metrics | (prefixed("eval", logged) if result.split == "eval" else logged)
         self._warn_of_failures(result.groups, "held-out" if result.split == "eval" else "training")
-        self._tally.add(self.progress.step, (t for g in result.groups for t in g.trajectories))
+        self._tally.add(self.progress.step, [t for g in result.groups for t in g.trajectories])
         if not stage.config.learns:
             self._log(stage.phase, self.progress.step, self.progress.step, metrics)
             return
