@@ -1,4 +1,4 @@
-"""Images on two trainer ranks, and on four (slow): the same as on one, also where one of them has no image to look at."""
+"""Images on two trainer ranks, or four (slow): as on one, also where one of them has no image to look at."""
 
 from __future__ import annotations
 
