@@ -1,4 +1,4 @@
-"""Training on two ranks, or four (slow): as on one, whatever fails on one of them; no process is left behind."""
+"""Training on two ranks, or four (slow): as on one, whatever fails on one of them, and no process is left."""
 
 from __future__ import annotations
 
