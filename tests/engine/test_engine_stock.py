@@ -11,8 +11,6 @@ from engine_models import FAMILIES, make, prompts, stock_greedy
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -90,16 +88,6 @@ async def test_further_families(model: object) -> None:
     completion = await engine.generate(context, Sampling(max_tokens=12, temperature=0))
     assert completion.tokens == expected
     await engine.close()
-
-
-def test_attention_sinks_are_refused_not_ignored() -> None:
-    model = GptOssForCausalLM(
-        GptOssConfig(**_SMALL, head_dim=8, num_local_experts=2, num_experts_per_tok=1)
-    ).eval()
-    before = model.config._attn_implementation
-    with pytest.raises(ConfigError, match="s_aux"):
-        use_ludus_attention(model)
-    assert model.config._attn_implementation == before
 
 
 def test_a_window_that_only_the_mask_knows_is_refused() -> None:

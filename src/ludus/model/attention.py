@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -29,6 +29,19 @@ class AttentionParams:
     softcap: float | None = None
     """Logit soft cap: softcap * tanh(score / softcap) before the softmax."""
     dropout: float = 0.0
+    chunk: int | None = None
+    """Chunked attention: a token sees the tokens up to itself of its own chunk of this many positions."""
+    sinks: Tensor | None = field(default=None, compare=False)
+    """[Hq] A score of each head that takes part in the softmax and has no value (attention sinks)."""
+
+    @property
+    def reach(self) -> tuple[int | None, int | None]:
+        """Which keys a query sees; what masks are kept by."""
+        return self.window, self.chunk
+
+    def is_cut(self, length: int) -> bool:
+        """Whether some of `length` tokens do not see all that come before them."""
+        return any(limit is not None and limit < length for limit in self.reach)
 
 
 def attend(
@@ -38,20 +51,41 @@ def attend(
 
     `mask` is boolean, true where a query may look; without one, query i sees the keys up to i.
     """
-    if params.softcap is None:
-        return functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            dropout_p=params.dropout,
-            is_causal=mask is None,
-            scale=params.scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-    if mask is None:
-        mask = causal_mask(query.shape[2], key.shape[2], None, query.device)
-    return _attend_softcapped(query, key, value, params, params.softcap, mask)
+    if params.softcap is not None:
+        if mask is None:
+            mask = causal_mask(query.shape[2], key.shape[2], params, query.device)
+        return _attend_softcapped(query, key, value, params, params.softcap, mask)
+    if params.sinks is not None:
+        query, key, value, mask = _with_sinks(query, key, value, params.sinks / params.scaling, mask)
+    output = functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=params.dropout,
+        is_causal=mask is None,
+        scale=params.scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output if params.sinks is None else output[:, :, 1:]
+
+
+def _with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, sinks_H: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Sinks as the score of a first key whose value is 0, so that any kernel computes them.
+
+    That key meets one more dimension of the queries, where the other keys are 0. A query of which no result is
+    read comes first too: the causal mask stays a diagonal. Kernels want head sizes that are multiples of 8.
+    """
+    more = 8 - query.shape[3] % 8
+    sinks = sinks_H.to(query.dtype).view(1, -1, 1, 1).expand(*query.shape[:3], 1)
+    query = functional.pad(torch.cat([query, sinks], dim=3), (0, more - 1, 1, 0))
+    sink_key = functional.one_hot(torch.tensor(key.shape[3], device=key.device), key.shape[3] + more)
+    first = sink_key.to(key.dtype).expand(*key.shape[:2], 1, -1)
+    key = torch.cat([first, functional.pad(key, (0, more))], dim=2)
+    value = functional.pad(value, (0, 0, 1, 0))
+    return query, key, value, None if mask is None else functional.pad(mask, (1, 0, 1, 0), value=True)
 
 
 def _attend_softcapped(
@@ -65,10 +99,13 @@ def _attend_softcapped(
     scores = torch.tanh(scores.view(batch, heads, width, length) * (params.scaling / softcap)) * softcap
     # Not minus infinity: padding that may look at nothing must give something finite.
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    if params.sinks is not None:
+        sinks = params.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(batch, -1, width, 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32)[..., :length].to(query.dtype)
     weights = functional.dropout(weights, p=params.dropout, training=params.dropout > 0)
     values = value.reshape(batch * kv_heads, length, -1)
-    return torch.bmm(weights.view(batch * kv_heads, -1, length), values).view(batch, heads, width, -1)
+    return torch.bmm(weights.reshape(batch * kv_heads, -1, length), values).view(batch, heads, width, -1)
 
 
 def attend_once(
@@ -87,23 +124,28 @@ def attend_once(
         key.reshape(batch * kv_heads, length, size).transpose(1, 2),
         alpha=params.scaling,
     )
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    if params.sinks is not None:
+        sinks = params.sinks.to(scores.dtype).view(1, kv_heads, -1, 1).expand(batch, -1, -1, 1)
+        scores = torch.cat([scores, sinks.flatten(0, 1)], dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32)[..., :length].to(query.dtype)
     return torch.bmm(weights, value.reshape(batch * kv_heads, length, -1)).view(batch, heads, 1, -1)
 
 
-def causal_mask(width: int, length: int, window: int | None, device: torch.device) -> Tensor:
+def causal_mask(width: int, length: int, params: AttentionParams, device: torch.device) -> Tensor:
     """[1, 1, width, length]: the last `width` positions of `length`, each looking back."""
     positions = torch.arange(length - width, length, device=device)[None]
-    return positional_mask(positions, length, window)
+    return positional_mask(positions, length, params)
 
 
-def positional_mask(positions_BQ: Tensor, length: int, window: int | None) -> Tensor:
-    """[B, 1, Q, length]: a query at a position sees the keys up to it, within its window."""
+def positional_mask(positions_BQ: Tensor, length: int, params: AttentionParams) -> Tensor:
+    """[B, 1, Q, length]: a query at a position sees the keys up to it, within its window or chunk."""
     keys = torch.arange(length, device=positions_BQ.device)
     queries = positions_BQ[:, None, :, None]
     mask = keys <= queries
-    if window is not None:
-        mask &= keys > queries - window
+    if params.window is not None:
+        mask &= keys > queries - params.window
+    if params.chunk is not None:
+        mask &= keys >= queries - queries % params.chunk
     return mask
 
 
@@ -136,18 +178,26 @@ class AttentionContext(Protocol):
         """[1, T, Hq, D] from query [1, Hq, T, D], key and value [1, Hkv, T, D]."""
 
 
-_running: ContextVar[AttentionContext | None] = ContextVar("ludus_attention", default=None)
+_Running = tuple[AttentionContext, Tensor] | None
+_running: ContextVar[_Running] = ContextVar("ludus_attention", default=None)
 
 
 def current_context() -> AttentionContext | None:
     """The context of the forward pass that this thread runs."""
-    return _running.get()
+    by = _running.get()
+    return by and by[0]
+
+
+def current_positions() -> Tensor | None:
+    """[T] Where the tokens of the forward pass that this thread runs stand in their sequences."""
+    by = _running.get()
+    return by and by[1]
 
 
 @contextmanager
-def running(context: AttentionContext | None) -> Iterator[None]:
+def running(context: AttentionContext | None, positions_T: Tensor | None) -> Iterator[None]:
     """Run a forward pass with a context, for modules that get no keyword arguments from their model."""
-    token = _running.set(context)
+    token = _running.set(None if context is None or positions_T is None else (context, positions_T))
     try:
         yield
     finally:

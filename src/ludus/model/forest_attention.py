@@ -57,15 +57,16 @@ class _Group:
     """[rows or 1, width] Where the queries stand among the keys; None where both are the same tokens."""
     deepest: int = 0
     """The most keys before a node's first query."""
-    masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
+    masks: dict[tuple[int, object], Tensor] = field(default_factory=dict)
 
-    def mask(self, start: int, stop: int, window: int | None) -> Tensor:
+    def mask(self, start: int, stop: int, params: AttentionParams) -> Tensor:
         """Mask of the keys that the queries from `start` to `stop` may attend to."""
         assert self.positions is not None
-        if (start, window) not in self.masks:
+        if (start, params.reach) not in self.masks:
             seen = min(self.length, self.deepest + stop)
-            self.masks[start, window] = positional_mask(self.positions[:, start:stop], seen, window)
-        return self.masks[start, window]
+            mask = positional_mask(self.positions[:, start:stop], seen, params)
+            self.masks[start, params.reach] = mask
+        return self.masks[start, params.reach]
 
 
 class ForestContext(PackedContext):
@@ -124,7 +125,7 @@ class ForestContext(PackedContext):
         pieces: list[Tensor] = []
         for start in range(0, group.width, _CHUNK):
             stop = min(start + _CHUNK, group.width)
-            mask = group.mask(start, stop, params.window)
+            mask = group.mask(start, stop, params)
             seen = mask.shape[-1]
             pieces.append(
                 attend(query[:, :, start:stop], key[:, :, :seen], value[:, :, :seen], params, mask)

@@ -25,6 +25,7 @@ from ludus.model.attention import (
     attend,
     causal_mask,
     current_context,
+    current_positions,
     running,
 )
 from ludus.model.fused_model import decoder_parts, fused_hidden_states, unsupported
@@ -32,6 +33,7 @@ from ludus.model.hf_model import checkpointed_layers, decoder_of, device_of, tex
 
 NAME = "ludus"
 CONTEXT = "ludus_attention"
+INSTEAD = "Use a model of a family with plain, sliding, chunked or latent attention (docs/models.md lists them)"
 
 # What models hand down that has no bearing on how tokens attend.
 _HARMLESS = frozenset(
@@ -123,7 +125,7 @@ def stock_hidden_states(
     read = (
         {"input_ids": input_ids[None]} if embedded_TH is None else {"inputs_embeds": embedded_TH[None]}
     )
-    with running(context):
+    with running(context, position_ids):
         output = decoder_of(model)(
             **read,
             position_ids=position_ids.reshape(1, -1),
@@ -153,34 +155,71 @@ def ludus_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     is_causal: bool | None = None,
     ludus_attention: AttentionContext | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """The attention function as transformers calls it."""
-    for name, argument in others.items():
-        if name not in _HARMLESS and argument is not None and argument is not False:
+    layer, name = getattr(module, "layer_idx", None), type(module).__name__
+    for given, argument in others.items():
+        if given not in _HARMLESS and argument is not None and argument is not False:
             raise ConfigError(
-                f"{type(module).__name__} asks its attention for {name!r}, which Ludus does not "
-                "implement; such a model cannot be trained or sampled here yet"
+                f"layer {layer} ({name}) asks its attention for {given!r}, which Ludus does not compute: "
+                f"such a model cannot be trained or sampled here. {INSTEAD}"
             )
     if is_causal is False or getattr(module, "is_causal", True) is False:
-        raise ConfigError(f"{type(module).__name__} is not causal; Ludus runs causal models only")
+        raise ConfigError(f"{name} is not causal; Ludus runs causal models only")
     params = AttentionParams(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=sliding_window,
         softcap=softcap,
         dropout=dropout,
+        chunk=_chunk(module),
+        sinks=s_aux,
     )
     context = current_context() if ludus_attention is None else ludus_attention
-    if context is not None:
-        layer = getattr(module, "layer_idx", None)
-        if layer is None:
-            raise ConfigError(f"{type(module).__name__} does not say which layer it is (layer_idx)")
-        return context.attend(layer, query, key, value, params), None
-    return _attend_without_context(
-        query, key, value, attention_mask, params, others.get("position_ids")
-    ), None
+    if context is None:
+        positions = others.get("position_ids")
+        return _attend_without_context(query, key, value, attention_mask, params, positions), None
+    if layer is None:
+        raise ConfigError(f"{name} does not say which layer it is (layer_idx)")
+    if attention_mask is not None:
+        raise ConfigError(
+            f"layer {layer} ({name}) chooses what its tokens see by a mask of its own, as sparse attention "
+            f"does, which would be wrong for packed and cached tokens. {INSTEAD}"
+        )
+    return context.attend(layer, _tuned(module, query), key, value, params), None
+
+
+def _chunk(module: nn.Module) -> int | None:
+    """The chunk of a layer whose attention is chunked: architectures put it into the mask alone."""
+    config: Any = getattr(module, "config", None)
+    kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    if not kinds or layer is None or kinds[layer] != "chunked_attention":
+        return None
+    return int(config.attention_chunk_size)
+
+
+def _tuned(module: Any, query: Tensor) -> Tensor:
+    """Queries of Llama 4's layers without positions, scaled by where they stand.
+
+    Its attention counts positions from the first token that it is given, which is right for one sequence alone.
+    """
+    positions = current_positions()
+    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
+        return query
+    if positions is None:
+        raise ConfigError(
+            f"{type(module).__name__} needs positions: run it by ludus.model.hidden_states"
+        )
+    counted = torch.arange(query.shape[2], device=query.device)
+    right, given = (
+        torch.log1p(torch.floor((places.float() + 1) / module.floor_scale)) * module.attn_scale + 1
+        for places in (positions.reshape(-1), counted)
+    )
+    tuned: Tensor = query.float() * (right / given)[:, None]
+    return tuned.to(query.dtype)
 
 
 def _attend_without_context(
@@ -194,8 +233,8 @@ def _attend_without_context(
     """Attention without a context, as any implementation of transformers does it."""
     if mask is None:
         _refuse_packed(positions)
-        if params.window is not None and params.window < key.shape[2]:
-            mask = causal_mask(query.shape[2], key.shape[2], params.window, query.device)
+        if params.is_cut(key.shape[2]):
+            mask = causal_mask(query.shape[2], key.shape[2], params, query.device)
     elif mask.dtype != torch.bool:
         raise ConfigError("a custom attention mask must be boolean (true: may be looked at)")
     return attend(query, key, value, params, mask).transpose(1, 2).contiguous()
@@ -216,7 +255,7 @@ def ludus_mask(
     **arguments: Any,
 ) -> Tensor | None:
     """None where a context or causal attention needs no mask; transformers' own for padding and caches."""
-    if attention_mask is None and q_length == kv_length:
+    if current_context() is not None or (attention_mask is None and q_length == kv_length):
         return None
     arguments["allow_is_causal_skip"] = False
     mask: Tensor | None = sdpa_mask(

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ludus.core.failures import ConfigError
-from ludus.model.attention import current_context, running
+from ludus.model.attention import current_context, current_positions, running
 
 
 def unwrapped(model: nn.Module) -> Any:
@@ -27,7 +27,9 @@ def decoder_of(model: nn.Module) -> Any:
     if not hasattr(inner, "get_decoder") or inner.get_output_embeddings() is None:
         raise ConfigError(f"{type(inner).__name__} is not a Hugging Face causal language model")
     decoder = inner.get_decoder()
-    if decoder is inner:
+    if decoder is inner or not hasattr(decoder, "get_input_embeddings"):
+        decoder = getattr(inner, "model", inner)  # Llama 4's base_model_prefix names no part of it
+    if decoder is inner or not hasattr(decoder, "get_input_embeddings"):
         raise ConfigError(f"{type(inner).__name__} does not say which part of it is the decoder")
     return decoder
 
@@ -108,9 +110,9 @@ def set_activation_checkpointing(model: nn.Module, layers: int) -> None:
 
 def _checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     """Checkpoint a layer; it is recomputed with its own attention context, on whatever thread."""
-    context = current_context()
+    by = current_context(), current_positions()
     return checkpoint(
-        function, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), running(context))
+        function, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), running(*by))
     )
 
 

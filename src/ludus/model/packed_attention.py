@@ -1,9 +1,9 @@
 """Training attention: many sequences in one flat row of tokens, none of which sees another.
 
 On a GPU in half precision it is one flash-attention kernel over cumulative lengths. Where that does not fit
-(other devices and data types, windows, soft caps), sequences of similar length are padded together into a few
-groups, so that hundreds of short ones cost a handful of kernel launches. Padding follows a sequence's tokens,
-where causality hides it. Sequences that all have the same length need no padding.
+(other devices and data types, windows, chunks, soft caps, sinks), sequences of similar length are padded
+together into a few groups, so that hundreds of short ones cost a handful of kernel launches. Padding follows a
+sequence's tokens, where causality hides it. Sequences that all have the same length need no padding.
 
 The flash kernel is torch's own. It is called below its public wrapper (`torch.nn.attention.varlen`), whose
 arguments differ between versions and which in some of them does not support grouped-query heads, although the
@@ -178,9 +178,9 @@ def kernel_for(
     """
     if query_THD.device.type != "cuda" or query_THD.dtype not in HALF:
         return None
-    if params.softcap is not None or params.dropout > 0:
+    if params.softcap is not None or params.sinks is not None or params.dropout > 0:
         return None
-    if params.window is not None and params.window < longest:
+    if params.is_cut(longest):
         return None
     heads, size = query_THD.shape[1:]
     return probed_kernel(query_THD.device, query_THD.dtype, heads, key_TGD.shape[1], size, forest)
@@ -316,7 +316,7 @@ class PackedContext:
         self.longest = max(self.lengths)
         self.are_even = min(self.lengths) == self.longest
         self.calls = 0
-        self._masks: dict[tuple[int, int], Tensor] = {}
+        self._masks: dict[tuple[int, object], Tensor] = {}
 
     @property
     def position_ids(self) -> Tensor:
@@ -333,7 +333,9 @@ class PackedContext:
                 f"not [{query.shape[0]}, {query.shape[2]}]"
             )
         flat = [states.squeeze(0).transpose(0, 1) for states in (query, key, value)]
-        kernel = self._kernel(flat, params)
+        # flash kernels take keys and values of one size
+        is_square = key.shape[3] == value.shape[3]
+        kernel = self._kernel(flat, params) if is_square else None
         if kernel is not None and self._fills_tiles:
             with sdpa_kernel(_DENSE_ORDER, set_priority=True):
                 return self._attend_evenly(query, key, value, params)
@@ -402,12 +404,11 @@ class PackedContext:
         return arrays_to_device([values], self.device)[0]
 
     def _mask(self, width: int, params: AttentionParams) -> Tensor | None:
-        if params.window is None or params.window >= width:
+        if not params.is_cut(width):
             return None
-        if (width, params.window) not in self._masks:
-            mask = causal_mask(width, width, params.window, self.device)
-            self._masks[width, params.window] = mask
-        return self._masks[width, params.window]
+        if (width, params.reach) not in self._masks:
+            self._masks[width, params.reach] = causal_mask(width, width, params, self.device)
+        return self._masks[width, params.reach]
 
 
 def padded_groups(lengths: Ints) -> list[tuple[int, int, Ints, npt.NDArray[np.bool_]]]:

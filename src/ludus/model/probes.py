@@ -25,6 +25,7 @@ from ludus.core.failures import ConfigError
 from ludus.core.messages import Media, MediaSpan
 from ludus.model.attention import AttentionParams
 from ludus.model.forward import (
+    INSTEAD,
     NAME,
     head_logits,
     hidden_states,
@@ -160,6 +161,7 @@ def use_ludus_attention(model: nn.Module) -> None:
     inner = unwrapped(model)
     decoder_of(model)
     _check_rotation(model)
+    _check_sparse(model)
     config = text_config(model)
     if config._attn_implementation == NAME:
         return
@@ -169,7 +171,8 @@ def use_ludus_attention(model: nn.Module) -> None:
     with torch.no_grad(), sampling_mode(model):
         try:
             switched.set_attn_implementation("eager")
-            stock = _one_by_one(model)
+            with _fails_as_config(model, "in its own forward pass, without Ludus"):
+                stock = _one_by_one(model)
             with computed_in_float32(model):
                 exact = _one_by_one(model)
             switched.set_attn_implementation(NAME)
@@ -178,7 +181,8 @@ def use_ludus_attention(model: nn.Module) -> None:
                     f"{type(inner).__name__} does not use the attention interface of transformers, "
                     "which Ludus needs to run it"
                 )
-            _check_packed(model, stock, exact)
+            with _fails_as_config(model, "when it runs packed sequences by the attention of Ludus"):
+                _check_packed(model, stock, exact)
             probe_head(model)
             _warn_if_slow(model)
         except BaseException:
@@ -206,6 +210,8 @@ def probe_architecture(model: nn.Module) -> None:
         if isinstance(value, list) and len(value) == layers:  # one entry for each layer
             setattr(config, name, value[:_PROBED_LAYERS])
     config.num_hidden_layers = min(layers, _PROBED_LAYERS)
+    if getattr(config, "num_kv_shared_layers", None):
+        config.num_kv_shared_layers = 0  # the layers that share are the last ones
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         use_ludus_attention(type(inner)._from_config(shallow, dtype=inner.dtype).eval())
@@ -223,32 +229,63 @@ def _warn_if_slow(model: nn.Module) -> None:
 
 
 class _Recorder(PackedContext):
-    """Records the window that each layer asks for."""
+    """Records how each layer asks to attend."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         super().__init__(lengths, device)
-        self.windows: dict[int, int | None] = {}
+        self.params: dict[int, AttentionParams] = {}
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams
     ) -> Tensor:
-        self.windows[layer] = params.window
+        self.params[layer] = params
         return super().attend(layer, query, key, value, params)
 
 
-def _check_windows(model: nn.Module, windows: dict[int, int | None]) -> None:
+_REACHES: dict[str, Callable[[AttentionParams], bool]] = {
+    "full_attention": lambda params: params.reach == (None, None),
+    "sliding_attention": lambda params: params.window is not None,
+    "chunked_attention": lambda params: params.chunk is not None,
+}
+
+
+def _check_windows(model: nn.Module, found: dict[int, AttentionParams]) -> None:
     """Some architectures put the window into the mask alone, where a few probe tokens never meet it."""
     for layer, kind in enumerate(getattr(text_config(model), "layer_types", None) or ()):
-        if kind not in ("full_attention", "sliding_attention"):
+        if kind not in _REACHES:
             raise ConfigError(
-                f"layer {layer} has attention of the kind {kind!r}, which Ludus cannot run"
+                f"layer {layer} has attention of the kind {kind!r}, which Ludus cannot run. {INSTEAD}"
             )
-        if (kind == "sliding_attention") != (windows.get(layer) is not None):
+        asked = found[layer].reach if layer in found else None
+        if layer not in found or not _REACHES[kind](found[layer]):
             raise ConfigError(
                 f"layer {layer} of {type(unwrapped(model)).__name__} is of the kind {kind!r} and asks its "
-                f"attention for the window {windows.get(layer)}: contexts longer than the window would be "
+                f"attention for the (window, chunk) {asked}: contexts longer than the window would be "
                 "read wrongly"
             )
+
+
+def _check_sparse(model: nn.Module) -> None:
+    """Refuse layers that choose the tokens that they see, by keys of their own that no KV cache here keeps."""
+    for name, module in decoder_of(model).named_modules():
+        if isinstance(getattr(module, "indexer", None), nn.Module):
+            raise ConfigError(
+                f"{name} ({type(module).__name__}) chooses by an indexer what its tokens see (sparse "
+                f"attention), which Ludus cannot run. {INSTEAD}"
+            )
+
+
+@contextmanager
+def _fails_as_config(model: nn.Module, where: str) -> Iterator[None]:
+    """Say in words that an architecture cannot run, or that its configuration does not fit together."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError, AttributeError, IndexError, KeyError, AssertionError) as error:
+        raise ConfigError(
+            f"{type(unwrapped(model)).__name__} fails {where}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _check_rotation(model: nn.Module) -> None:
@@ -305,7 +342,7 @@ def _packed(model: nn.Module, forward: Callable[..., Tensor]) -> Tensor:
             f"{type(unwrapped(model)).__name__} does not attend through the attention interface of "
             "transformers, which is how Ludus tells it what belongs together"
         )
-    _check_windows(model, context.windows)
+    _check_windows(model, context.params)
     return given
 
 

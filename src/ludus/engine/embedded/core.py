@@ -25,7 +25,8 @@ from ludus.engine.embedded.request import Chunk, Request
 from ludus.engine.embedded.runner import PendingStep, make_runner
 from ludus.engine.embedded.scheduler import Scheduler
 from ludus.kernels.device import all_memory, free_memory
-from ludus.model.hf_model import context_limit, device_of, head_shape, text_config, unwrapped
+from ludus.model.hf_model import context_limit, device_of
+from ludus.model.kv_layers import kv_layers
 
 _log = logging.getLogger(__name__)
 
@@ -293,14 +294,12 @@ def cache_blocks(model: nn.Module, config: EngineConfig) -> int:
     """Size of the KV cache in blocks: as configured, or what full batches need, within a share of memory."""
     tokens = config.cache_tokens
     if tokens is None:
-        device, text = device_of(model), text_config(model)
+        device = device_of(model)
         if device.type == "cuda":
             memory = (config.memory or 0.4) * torch.cuda.mem_get_info(device)[0]
         else:
             memory = (config.memory or 0.125) * all_memory(device)
-        _, heads, size = head_shape(text)
-        element = unwrapped(model).get_input_embeddings().weight.element_size()
-        token_bytes = 2 * text.num_hidden_layers * heads * size * element
+        token_bytes = sum(layer.token_bytes for layer in kv_layers(model)[0].values())
         wanted = config.max_running * (context_limit(model) or _WITHOUT_LIMIT)
         tokens = min(wanted, int(memory / token_bytes))
     return max(1, -(-tokens // config.block_size))

@@ -25,6 +25,7 @@ from ludus.model.attention import (
     positional_mask,
     split_by_length,
 )
+from ludus.model.kv_layers import KVPlaces, Place
 
 if TYPE_CHECKING:
     from ludus.engine.embedded.cuda.kv_cache import StaticKVCache
@@ -61,6 +62,8 @@ class KVCache(Protocol):
 class TorchKVCache:
     """The blocks of every layer, each [blocks, Hkv, block_size, D]; grows with the blocks in use.
 
+    Layers may have different heads, and keys of another size than values.
+
     Heads come before positions, so that a run of blocks, gathered head by head, is at once the contiguous
     [B, Hkv, length, D] that batched products want.
     """
@@ -68,7 +71,7 @@ class TorchKVCache:
     def __init__(self, blocks: int, block_size: int) -> None:
         self.blocks = blocks
         self.block_size = block_size
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._layers: dict[Place, tuple[Tensor, Tensor]] = {}
         self._size = 0
         self._scratch: dict[tuple[int, torch.dtype], Tensor] = {}
 
@@ -94,11 +97,15 @@ class TorchKVCache:
                 for layer, (keys, values) in self._layers.items()
             }
 
-    def write(self, layer: int, key: Tensor, value: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def blocks_of(self, place: Place) -> tuple[Tensor, Tensor]:
+        """A layer's (keys, values)."""
+        return self._layers[place]
+
+    def write(self, place: Place, key: Tensor, value: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Write states [T, Hkv, D] to rows [T * Hkv] of the flattened blocks; the layer's (keys, values)."""
-        if layer not in self._layers:
-            self._layers[layer] = (self._empty(key), self._empty(value))
-        keys, values = self._layers[layer]
+        if place not in self._layers:
+            self._layers[place] = (self._empty(key), self._empty(value))
+        keys, values = self._layers[place]
         keys.view(-1, keys.shape[3]).index_copy_(0, rows, key.flatten(0, 1))
         values.view(-1, values.shape[3]).index_copy_(0, rows, value.flatten(0, 1))
         return keys, values
@@ -182,21 +189,21 @@ class _PaddedRows:
     """[rows, blocks per row]"""
     positions: Tensor
     """[rows, width] positions of the queries within their contexts."""
-    masks: dict[int | None, Tensor] = field(default_factory=dict)
-    biases: dict[int | None, Tensor] = field(default_factory=dict)
+    masks: dict[object, Tensor] = field(default_factory=dict)
+    biases: dict[object, Tensor] = field(default_factory=dict)
     pieces: dict[int, Tensor] = field(default_factory=dict)
 
-    def mask(self, window: int | None) -> Tensor:
-        if window not in self.masks:
-            self.masks[window] = positional_mask(self.positions, self.length, window)
-        return self.masks[window]
+    def mask(self, params: AttentionParams) -> Tensor:
+        if params.reach not in self.masks:
+            self.masks[params.reach] = positional_mask(self.positions, self.length, params)
+        return self.masks[params.reach]
 
-    def bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        if window not in self.biases:
-            mask = self.mask(window)[:, 0]
+    def bias(self, params: AttentionParams, dtype: torch.dtype) -> Tensor:
+        if params.reach not in self.biases:
+            mask = self.mask(params)[:, 0]
             bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
-            self.biases[window] = bias.masked_fill_(~mask, torch.finfo(dtype).min)
-        return self.biases[window]
+            self.biases[params.reach] = bias.masked_fill_(~mask, torch.finfo(dtype).min)
+        return self.biases[params.reach]
 
     def piece_index(self, heads: int) -> Tensor:
         """Which [block_size, D] pieces of the cache make up [rows, heads, length, D]."""
@@ -212,6 +219,7 @@ class PagedContext:
         self._kv_cache = kv_cache
         self._slots = torch.from_numpy(batch.slots).to(device)
         self._rows: dict[int, Tensor] = {}
+        self._places = KVPlaces()
         starts_R = np.cumsum(batch.counts) - batch.counts
         self._groups: list[_PaddedRows] = []
         back_T = np.empty(len(batch.slots), dtype=np.int64)
@@ -242,16 +250,22 @@ class PagedContext:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams
     ) -> Tensor:
-        heads = key.shape[1]
+        place, is_written = self._places.of(layer, key, value)
+        if is_written:
+            keys, values = self._kv_cache.blocks_of(place)
+        else:
+            states = (key[0].transpose(0, 1), value[0].transpose(0, 1))
+            keys, values = self._kv_cache.write(place, *states, self._slot_rows(key.shape[1]))
+        return self._attend(query[0].transpose(0, 1), keys, values, params)[None]
+
+    def _slot_rows(self, heads: int) -> Tensor:
+        """Rows of the flattened blocks that the new tokens' heads go to."""
         if heads not in self._rows:
             size = self._kv_cache.block_size
             block, offset = self._slots // size, self._slots % size
             rows = _per_head(block[:, None], heads) * size + offset[:, None, None]
             self._rows[heads] = rows.flatten()
-        keys, values = self._kv_cache.write(
-            layer, key[0].transpose(0, 1), value[0].transpose(0, 1), self._rows[heads]
-        )
-        return self._attend(query[0].transpose(0, 1), keys, values, params)[None]
+        return self._rows[heads]
 
     def _attend(
         self, query_THD: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
@@ -269,9 +283,9 @@ class PagedContext:
             )
             # Half precision stays with the fused kernel, which keeps its scores in single precision.
             if group.width == 1 and params.softcap is None and query.dtype == torch.float32:
-                output = attend_once(query, key, value, params, group.bias(params.window, query.dtype))
+                output = attend_once(query, key, value, params, group.bias(params, query.dtype))
             else:
-                output = attend(query, key, value, params, group.mask(params.window))
+                output = attend(query, key, value, params, group.mask(params))
             outputs.append(output.transpose(1, 2).flatten(0, 1))
         if len(outputs) == 1 and self._groups[0].index is None:
             return outputs[0]

@@ -36,10 +36,10 @@ from ludus.engine.embedded.request import Chunk
 from ludus.engine.embedded.runner import StepResults, sample_chunks
 from ludus.kernels import sample_at_temperature, unavailable
 from ludus.kernels.device import on_device
-from ludus.model.attention import AttentionParams
 from ludus.model.forward import head_logits, hidden_states, stock_hidden_states
 from ludus.model.hf_model import device_of, sampling_mode
 from ludus.model.images import forget_features
+from ludus.model.kv_layers import kv_layers
 from ludus.model.packed_attention import PackedContext
 from ludus.model.probes import agree_up_to_rounding, computed_in_float32, probe_tokens
 
@@ -213,34 +213,20 @@ def usable_kv_shape(model: nn.Module, block_size: int) -> KVShape | str:
     return shape
 
 
-class _ShapeProbe:
-    """An attention context that records the shape of each layer's keys, and returns zeros."""
-
-    def __init__(self) -> None:
-        self.found: dict[int, tuple[int, int, torch.dtype]] = {}
-        self.has_other_values = False
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams
-    ) -> Tensor:
-        self.found[layer] = (key.shape[1], key.shape[3], key.dtype)
-        self.has_other_values |= key.shape != value.shape
-        return torch.zeros(
-            1, query.shape[2], query.shape[1], value.shape[3], dtype=query.dtype, device=query.device
-        )
-
-
 def kv_shape(model: nn.Module) -> KVShape | str:
-    """The KV shape of all layers, or why they have no common one."""
-    probe = _ShapeProbe()
-    tokens = probe_tokens(model, 1)
-    with torch.no_grad(), sampling_mode(model):
-        hidden_states(model, tokens, torch.zeros_like(tokens), probe)
-    kinds = set(probe.found.values())
-    if len(kinds) != 1 or probe.has_other_values or set(probe.found) != set(range(len(probe.found))):
+    """The KV shape of all layers, or why the kernels cannot be used."""
+    found, shared = kv_layers(model)
+    kinds = {(one.kv_heads, one.key_size, one.dtype) for one in found.values()}
+    if any(one.params.sinks is not None for one in found.values()):
+        return "the model has attention sinks, which the paged kernels do not compute"
+    if any(one.params.chunk is not None for one in found.values()):
+        return "the model has chunked attention, which the paged kernels do not compute"
+    if shared or set(found) != {(layer, 0) for layer in range(len(found))}:
+        return "the model's layers share keys and values, or are run more than once"
+    if len(kinds) != 1 or any(one.key_size != one.value_size for one in found.values()):
         return "the model's layers have keys and values of different shapes"
     heads, size, dtype = kinds.pop()
-    return KVShape(len(probe.found), heads, size, dtype)
+    return KVShape(len(found), heads, size, dtype)
 
 
 def _paged_kernels_agree(model: nn.Module, shape: KVShape, block_size: int) -> bool:
