@@ -339,7 +339,9 @@ def _targets(model: nn.Module, config: LoraConfig) -> list[str]:
     names = {name for name, m in decoder_of(model).named_modules() if type(m).forward in products}
     known = sorted({name.rpartition(".")[2] for name in names})
     if config.targets == "all-linear":
-        return known if _is_alone(model) else _within_decoder(model, names)
+        # a number, as a list of layers has them, would name layers of other kinds too
+        says_which = _is_alone(model) and not any(map(str.isdigit, known))
+        return known if says_which else _within_decoder(model, names)
     for target in config.targets:
         if not any(name == target or name.endswith(f".{target}") for name in names):
             raise ConfigError(
