@@ -26,8 +26,8 @@ from ludus.remote.channel import Frame
 from ludus.remote.supervisor import NoWorker, Supervisor, WorkerDied
 from ludus.rewards import build_reward
 from ludus.rewards.reward import CheckedReward
-from ludus.rewards.scorer import evaluate, evaluate_turns
-from ludus.rewards.scores import DEFAULT_TIMEOUT
+from ludus.rewards.scorer import TurnReward, evaluate, evaluate_turns
+from ludus.rewards.scores import DEFAULT_TIMEOUT, RewardTraits
 from ludus.tools.hosting import PooledHost, ToolFacts, ToolReference
 from ludus.tools.hosting.host import LOADER, HostedTools, reply_of
 from ludus.tools.tool import malformed
@@ -268,7 +268,7 @@ class RewardActor(RunActor):
         reward = self._rewards[number]
         await self.tell({"scores": self._told.get("scores", 0) + 1})
         try:
-            if hasattr(reward, "score_turns"):
+            if isinstance(reward, TurnReward):
                 return {"reply": await evaluate_turns(reward, trajectory, task, {})}
             return {"reply": await evaluate(reward, trajectory, task, {})}
         except Exception as error:  # noqa: BLE001 - raised again where the score is wanted
@@ -322,8 +322,9 @@ class HostedReward(CheckedReward):
     def __init__(self, host: RewardHost, number: int, reward: Any) -> None:
         self._host, self._number = host, number
         self.name: str = reward.name
-        self.weight: float = getattr(reward, "weight", 1.0)
-        self._seconds: float = getattr(reward, "timeout", None) or DEFAULT_TIMEOUT
+        traits = RewardTraits.of(reward)
+        self.weight = traits.weight
+        self._seconds = traits.timeout or DEFAULT_TIMEOUT
 
     async def score(self, trajectory: Trajectory, task: Task, envs: Mapping[str, Any]) -> Any:
         return await self._host.score(self._number, self._seconds, trajectory, task)
@@ -344,7 +345,7 @@ class HostedTurnReward(CheckedReward):
 
 def hosted(host: RewardHost, rewards: Sequence[Any]) -> list[Any]:
     """These rewards, computed there."""
-    kinds = [HostedTurnReward if hasattr(one, "score_turns") else HostedReward for one in rewards]
+    kinds = [HostedTurnReward if isinstance(one, TurnReward) else HostedReward for one in rewards]
     return [
         kind(host, number, one) for number, (kind, one) in enumerate(zip(kinds, rewards, strict=True))
     ]

@@ -172,6 +172,19 @@ def bad_calls(specs: Sequence[ToolSpec]) -> list[tuple[str, ToolCall]]:
     return calls
 
 
+def compare_stories(expected: Story, found: Story, task: Task, where: str) -> None:
+    """`Broken` where an instance went another way than one before."""
+    for number, (one, other) in enumerate(zip(expected, found, strict=False)):
+        if one != other:
+            what = "the first observation" if number == 0 else f"action {number} ({one[0]} {one[1]})"
+            raise Broken(
+                f"task {task.id!r}: {what} led to something else {where}: {one[-4:]!r:.300} against "
+                f"{other[-4:]!r:.300}; reset all of the state, and draw random numbers from the task"
+            )
+    if len(expected) != len(found):
+        raise Broken(f"task {task.id!r}: {len(expected)} against {len(found)} observations {where}")
+
+
 @dataclass(frozen=True, slots=True)
 class ResourceUsage:
     """Resources of this process and of an isolated environment's."""

@@ -39,6 +39,7 @@ from ludus.rollouts.checked_instance import (
     ResourceUsage,
     Story,
     bad_calls,
+    compare_stories,
     shared_state,
 )
 from ludus.rollouts.recorder import Budgets
@@ -296,7 +297,7 @@ class EnvContract:
         for task in spread(self.tasks, self.sample):
             async with self._instance() as one, self._instance() as other:
                 first = await one.walk(task, self.actions, self.max_turns)
-                _compare(
+                compare_stories(
                     first,
                     await other.walk(task, self.actions, self.max_turns),
                     task,
@@ -310,7 +311,7 @@ class EnvContract:
             for task in spread(self.tasks, self.sample):
                 first = await env.walk(task, self.actions, self.max_turns)
                 await self._solve(env, task)  # leave as much behind as can be
-                _compare(
+                compare_stories(
                     first, await env.walk(task, self.actions, self.max_turns), task, "after a reset"
                 )
         return f"{self._counted}, the same again after an episode and a reset"
@@ -374,7 +375,7 @@ class EnvContract:
                 return task, await env.walk(task, self.actions, self.max_turns)
 
         for task, story in await asyncio.gather(*map(one, tasks)):
-            _compare(alone[task.id], story, task, f"with {self.instances} instances at once")
+            compare_stories(alone[task.id], story, task, f"with {self.instances} instances at once")
         return f"{self.instances} at once, each as one alone"
 
     async def _leaks(self) -> str:
@@ -469,18 +470,6 @@ class EnvContract:
     def _counted(self) -> str:
         count = min(self.sample, len(self.tasks))
         return f"{count} task{'' if count == 1 else 's'}"
-
-
-def _compare(expected: Story, found: Story, task: Task, where: str) -> None:
-    for number, (one, other) in enumerate(zip(expected, found, strict=False)):
-        if one != other:
-            what = "the first observation" if number == 0 else f"action {number} ({one[0]} {one[1]})"
-            raise Broken(
-                f"task {task.id!r}: {what} led to something else {where}: {one[-4:]!r:.300} against "
-                f"{other[-4:]!r:.300}; reset all of the state, and draw random numbers from the task"
-            )
-    if len(expected) != len(found):
-        raise Broken(f"task {task.id!r}: {len(expected)} against {len(found)} observations {where}")
 
 
 async def check_env(

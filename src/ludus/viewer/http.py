@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import mimetypes
 import re
 import secrets
 from collections.abc import Callable, Iterable
@@ -32,7 +31,7 @@ from ludus.training.config.parts import Parts
 from ludus.training.config.recipe import Recipe
 from ludus.training.evaluation.runs import recipe_difference
 from ludus.viewer.episode_index import EpisodeIndex, FilterError
-from ludus.viewer.episode_view import STATIC, EpisodeReader, export_page
+from ludus.viewer.episode_view import EpisodeReader, export_page
 from ludus.viewer.labels import LabelError, LabelStore
 from ludus.viewer.play import Move, PlayError, PlayRoom
 from ludus.viewer.requests import (
@@ -42,12 +41,14 @@ from ludus.viewer.requests import (
     body_place,
     episode_place,
     episode_query,
+    index_page,
     integer,
     json_response,
     parsed_body,
     parsed_place,
     picture_response,
     place_json,
+    static_response,
     texts,
 )
 from ludus.viewer.run_view import (
@@ -63,7 +64,6 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _THREADS = 4
-_STATIC_FILES = {file.name: file for file in STATIC.iterdir() if file.is_file()}
 _DATA = re.compile("/(api|static|export)(/|$)")
 """What programs ask for; all else is a page."""
 _PAGES = ("/", "/run/{run}", "/episodes", "/episode/{run}/{file}/{row}", "/compare", "/play", "/labels")
@@ -142,7 +142,7 @@ class ViewerApi(HttpApi):
             case RequestError():
                 status, message = error.kind.status, str(error)
             case web.HTTPNotFound() if not _DATA.match(request.path):
-                return _index_page(404)  # it says that there is no such page, with a way home
+                return index_page(404)  # it says that there is no such page, with a way home
             case web.HTTPException():
                 status, message = error.status, error.reason
             case NotFound():
@@ -196,19 +196,10 @@ class ViewerApi(HttpApi):
     # Pages.
 
     async def _page(self, request: web.Request) -> web.StreamResponse:
-        return _index_page()
+        return index_page()
 
     async def _static(self, request: web.Request) -> web.StreamResponse:
-        file = _STATIC_FILES.get(request.match_info["name"])
-        if file is None:
-            raise NotFound("there is no such file")
-        kind = mimetypes.guess_type(file.name)[0] or "application/octet-stream"
-        return web.Response(
-            body=file.read_bytes(),
-            content_type=kind,
-            charset="utf-8",
-            headers={"Cache-Control": "no-cache"},
-        )
+        return static_response(request.match_info["name"])
 
     # Runs.
 
@@ -438,11 +429,6 @@ class ViewerApi(HttpApi):
         place = {"run": "(played by hand)", "file": session.id, "row": 0}
         label = body.get("label", True)
         return await self._answer(lambda: self._labels.label(place, trajectory, label))
-
-
-def _index_page(status: int = 200) -> web.Response:
-    page = _STATIC_FILES["index.html"].read_bytes()
-    return web.Response(body=page, status=status, content_type="text/html", charset="utf-8")
 
 
 _MOST_BODY = 1_000_000

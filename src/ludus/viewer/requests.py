@@ -9,6 +9,7 @@ alone.
 
 from __future__ import annotations
 
+import mimetypes
 import re
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,11 +22,12 @@ from ludus.serve.admission import RequestError
 from ludus.serve.app import bearer_token, check_host, check_utf8, is_token
 from ludus.tools.wire import JSON_TYPE, ErrorKind
 from ludus.viewer.episode_index import EpisodeQuery, FilterError
-from ludus.viewer.episode_view import dump_json, picture_type
+from ludus.viewer.episode_view import STATIC, dump_json, picture_type
 from ludus.viewer.labels import LabelError
 from ludus.viewer.workspace import NotFound
 
 COOKIE = "ludus_view"
+_STATIC_FILES = {file.name: file for file in STATIC.iterdir() if file.is_file()}
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -179,3 +181,18 @@ def picture_response(data: bytes | None) -> web.Response:
         "Cache-Control": "private, max-age=86400",
     }
     return web.Response(body=data, content_type=kind, headers=headers)
+
+
+def index_page(status: int = 200) -> web.Response:
+    page = _STATIC_FILES["index.html"].read_bytes()
+    return web.Response(body=page, status=status, content_type="text/html", charset="utf-8")
+
+
+def static_response(name: str) -> web.Response:
+    if name not in _STATIC_FILES:
+        raise NotFound("there is no such file")
+    kind = mimetypes.guess_type(name)[0] or "application/octet-stream"
+    headers = {"Cache-Control": "no-cache"}
+    return web.Response(
+        body=_STATIC_FILES[name].read_bytes(), content_type=kind, charset="utf-8", headers=headers
+    )
