@@ -82,6 +82,26 @@ def test_prompts_that_part_are_shown_with_the_cause(case: str, tmp_path: Path) -
         assert '"assign"' not in text.partition("episode:")[0]
 
 
+def test_tools_of_the_recipe_in_other_words_are_told_with_what_to_do(tmp_path: Path) -> None:
+    """A row's own schema of a tool that the recipe has: other tokens than an episode's."""
+    (tmp_path / "rows.jsonl").write_text(
+        json.dumps({"messages": [USER, ANSWER], "tools": [OPENAI_TOOL]}) + "\n"
+    )
+    (tmp_path / "desk.py").write_text(
+        "import ludus\n\n\n@ludus.tool\ndef assign(to: str) -> str:\n"
+        '    """Send it to a team."""\n    return to\n'
+    )
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "Locked out.", "target": "access"}\n')
+    own = RECIPE.replace('loop = "agent.py:play"', 'tools = ["desk.py:assign"]')
+    (tmp_path / "recipe.toml").write_text(own.replace('"logs"', '"rows.jsonl"'))
+    found = recipe_findings(tmp_path / "recipe.toml", [])
+    [(severity, text)] = [one for one in found if "demonstrations have" in one[1]]
+    assert (
+        severity == "warning" and "have the tools of episodes (assign) in other words or schemas" in text
+    )
+    assert "(rows without the field tools get the recipe's as they are)" in text
+
+
 def test_check_data_takes_a_folder_of_logs(tmp_path: Path) -> None:
     """It says what was read and what was not, and writes what is kept."""
     logs, out = tmp_path / "logs", tmp_path / "out"

@@ -167,19 +167,36 @@ def test_a_checkpoint_is_exported_by_its_path(
         assert why in capsys.readouterr().err.replace("\n", " ")
 
 
-def test_tools_of_a_program_are_told_as_unknown(tmp_path: Path) -> None:
-    ludus.train(
-        model={"scratch": {"layers": 1, "width": 32, "heads": 2}},
-        tools=[desk_of],
-        tasks=tasks()[:4],
-        rewards=[right],
-        rl={"steps": 1, "tasks": 2, "attempts": 2},
-        budgets={"max_turns": 1, "max_turn_tokens": 8},
-        run={"folder": str(tmp_path / "run")},
-        engine={"cache_tokens": 4096},
-    )
-    run = RunFolder(tmp_path / "run")
+def trained_with_objects(folder: Path, **changes: Any) -> RunFolder:
+    """A run whose recipe does not name its tools."""
+    table = {
+        "model": {"scratch": {"layers": 1, "width": 32, "heads": 2}},
+        "tasks": tasks()[:4],
+        "rl": {"steps": 1, "tasks": 2, "attempts": 2},
+        "budgets": {"max_turns": 1, "max_turn_tokens": 8},
+        "engine": {"cache_tokens": 4096},
+    }
+    ludus.train(tools=[desk_of], rewards=[right], run={"folder": str(folder)}, **(table | changes))
+    return RunFolder(folder)
+
+
+def test_tools_that_the_recipe_does_not_name_are_read_from_recorded_prompts(tmp_path: Path) -> None:
+    run = trained_with_objects(tmp_path / "run")
     made = export_model(run, last(run), tmp_path / "out")
+    assert (made.compared.first, made.compared.first_same) == (4, 4)
+    assert any("those that its recorded prompts list" in note for note in made.notes)
+    assert "| desk_of | Find the desk of a team. |" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("case", ["in words", "in the question"])
+def test_tools_that_no_prompt_proves_are_told_as_unknown(case: str, tmp_path: Path) -> None:
+    """Described in words; or another tool's JSON in every question, with which the prompts do not come out."""
+    other = json.dumps({"type": "function", "function": {"name": "other"}})
+    asked = [{**one, "prompt": f"{one['prompt']} {other}"} for one in tasks()[:4]]
+    changes = {"in words": {"agent": {"format": "tags"}}, "in the question": {"tasks": asked}}[case]
+    run = trained_with_objects(tmp_path / "run", **changes)
+    made = export_model(run, last(run), tmp_path / "out")
+    assert made.compared.first_same == 0
     assert any("give `tools` with every request" in note for note in made.notes)
 
 

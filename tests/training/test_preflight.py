@@ -249,6 +249,14 @@ def test_a_key_of_the_last_version_is_refused_with_the_new_one(raw: dict[str, An
         ludus.training.Recipe.parse({"model": {"scratch": {}}, **raw})
 
 
+def test_an_option_of_an_algorithm_outside_of_its_table_is_told_where_it_belongs() -> None:
+    told = (
+        r"rl\.power: unknown key; known keys: .*; options of an algorithm are in its table: algorithm ="
+    )
+    with pytest.raises(ConfigError, match=told):
+        ludus.training.Recipe.parse({"model": {"scratch": {}}, "rl": {"power": 2.0}})
+
+
 def test_sampling_may_say_that_nothing_is_cut() -> None:
     off = {"temperature": 0.5, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
     recipe = ludus.training.Recipe.parse({"model": {"scratch": {}}, "sampling": off})

@@ -61,3 +61,23 @@ def test_algorithms_without_groups_are_not_told_of_groups(algorithm: str, tmp_pa
     idle = [row["without_advantage"] for row in rows if "without_advantage" in row]
     assert idle and sum(idle) / len(idle) < 0.5
     assert not [one for one in metric_findings(result.metrics) if one.kind == "no_signal"]
+
+
+@pytest.mark.parametrize(
+    ("measured", "kind"),
+    [
+        ({"eval/success": 0.5, "eval/success_high": 0.68}, "learned_by_heart"),
+        ({"eval/success": 0.95, "eval/success_high": 1.0}, "solved"),
+        ({"eval/success": 0.5}, "solved"),  # a single task has no interval
+    ],
+)
+def test_tasks_that_are_solved_while_held_out_ones_are_not(
+    measured: dict[str, float], kind: str
+) -> None:
+    silent = {"no_signal": 1.0, "success": 1.0, "reward": 1.0, "reward_std": 0.0}
+    rows = [{"step": step, **silent} for step in (3, 4, 5)]
+    early = [{"step": 2, "eval/success": 0.1, "eval/success_high": 0.2}]
+    assert [one.kind for one in metric_findings([*early, *rows])] == ["solved"], "measured before"
+    (one,) = metric_findings([*early, *rows[:-1], {**rows[-1], **measured}])
+    assert one.kind == kind
+    assert kind == "solved" or ("50.0%" in one.title and one.severity == "warning")

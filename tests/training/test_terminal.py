@@ -139,6 +139,20 @@ def test_each_call_is_shown_once(said: str) -> None:
     assert re.search("target +5\n", text) and re.search(r"reward +0 \(success 0\)", text)
 
 
+def test_the_answer_is_shown_once_and_results_have_their_tools_name() -> None:
+    one = episode("It is 5.", ToolCall("add", {"a": 2}, id="c1"))
+    one.messages = [
+        *one.messages,
+        Message("tool", "5", tool_call_id="c1"),
+        Message("assistant", "It is 5."),
+    ]
+    one.answer = "It is 5."
+    text = folded_episode(one, "before", 80).plain
+    assert "answer" not in text and "tool add" in text
+    one.answer = "5"  # what a program printed
+    assert re.search("answer +5\n", folded_episode(one, "before", 80).plain)
+
+
 def test_long_episodes_are_folded() -> None:
     one = episode("word " * 2000)
     one.messages = [*one.messages] * 30

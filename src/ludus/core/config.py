@@ -62,6 +62,8 @@ class Config(BaseModel):
 
     renamed: ClassVar[Mapping[str, str]] = {}
     """Keys of the last version that a whole recipe refuses with the new one (`config_errors`)."""
+    other_keys: ClassVar[str] = ""
+    """Where keys go that a table does not have itself; said beside those that it has."""
 
     @model_validator(mode="before")
     @classmethod

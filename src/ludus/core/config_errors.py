@@ -261,9 +261,10 @@ def _unknown(
     near = get_close_matches(key, known, n=1)
     if near:
         return f"unknown key; did you mean {near[0]!r}?"
-    return (
-        f"unknown key; known keys: {', '.join(known)}" if known else "unknown key; there are none here"
-    )
+    if not known:
+        return "unknown key; there are none here"
+    elsewhere = [f"; {told}" for table in tables if (told := getattr(table, "other_keys", ""))]
+    return f"unknown key; known keys: {', '.join(known)}{''.join(elsewhere)}"
 
 
 def has_key(tables: Sequence[type[BaseModel]], path: str) -> bool:

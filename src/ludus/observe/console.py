@@ -352,9 +352,11 @@ def share_lines(measured: Sequence[tuple[str, Share | None]], width: int) -> lis
 def folded_episode(trajectory: Trajectory, label: str, width: int) -> Text:
     """An episode in a few lines: what was said, each call once, the target, and what each reward gave."""
     messages = trajectory.messages or list(trajectory.task.messages)
+    called = {call.id: call.name for message in messages for call in message.tool_calls}
     told: list[tuple[str, str]] = []
     for message in messages:
-        speaker = f"{message.role} {message.name}" if message.name else message.role
+        name = message.name or called.get(message.tool_call_id or "")
+        speaker = f"{message.role} {name}" if name else message.role
         said = [said_beside_calls(message), *(call_text(call) for call in message.tool_calls)]
         told.append((speaker, " ".join(" ".join(said).split())))
     left_out = len(told) - _LINES_OF_AN_EPISODE
@@ -363,7 +365,8 @@ def folded_episode(trajectory: Trajectory, label: str, width: int) -> Text:
         told[head : len(told) - head] = [("", f"... {left_out} more messages")]
     target = trajectory.task.target
     ends = [] if target is None else [("target", str(target))]
-    if trajectory.answer is not None:
+    said_last = messages[-1].content.strip() if messages else None
+    if trajectory.answer is not None and trajectory.answer.strip() != said_last:
         ends.append(("answer", trajectory.answer))
     parts = ", ".join(f"{name} {value:g}" for name, value in trajectory.rewards.items())
     total = "not scored" if trajectory.reward is None else f"{trajectory.reward:g}"

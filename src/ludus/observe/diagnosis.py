@@ -54,8 +54,9 @@ ADVICE = {
     "tool_bonus); data: ludus synth hardgen on the tools that are confused",
     FailureMode.ARGUMENTS: "give parameters types, descriptions and an example in the tool's docstring, and "
     "let its errors say what was expected; data: ludus synth magnet; a penalty, rl.broken.tool_error = -0.1",
-    FailureMode.EFFICIENCY: "let the horizon grow (rl.curriculum on budgets.max_turns) before raising the "
-    "budget for good; then a price: rl.broken.no_answer = -0.1, rl.overlong, or a penalty on turns",
+    FailureMode.EFFICIENCY: "where turns are cut, raise budgets.max_turn_tokens; else let the horizon grow "
+    "(rl.curriculum on budgets.max_turns) before raising the budget for good; then a price: "
+    "rl.broken.no_answer = -0.1, rl.overlong, or a penalty on turns",
     FailureMode.KNOWLEDGE: "nothing is wrong with the form: easier tasks first (rl.curriculum on "
     "tasks.difficulty), more attempts, a reward with partial credit, a tool that looks things up, more data",
 }

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from ludus.core.failures import NOTABLE_SHARE, Fault
 from ludus.core.trajectory import Trajectory, is_success
-from ludus.observe.diagnosis import explain_silence
+from ludus.observe.diagnosis import SOLVED, explain_silence
 from ludus.observe.report import share_text
 
 Severity = Literal["error", "warning", "note"]
@@ -106,7 +106,17 @@ def _no_signal(rows: Rows) -> Iterator[Finding]:
     usual = {n: _recent(silent if is_silent else recent, n) for n in ("success", "reward", "reward_std")}
     why = explain_silence({name: value for name, value in usual.items() if not math.isnan(value)})
     told = f"Every advantage was 0 (mean reward {usual['reward']:.3g}). Most likely {why.likely}: {why.advice}."
-    if why.is_solved:
+    since = silent[0]["step"] if silent else math.inf
+    measured = [row for row in rows if "eval/success" in row and row["step"] >= since][-1:]
+    if why.is_solved and any(row.get("eval/success_high", 1.0) < SOLVED for row in measured):
+        held_out = share_text(measured[0]["eval/success"])
+        title = f"The tasks to train on are solved, the held-out ones are not ({held_out})"
+        told = (
+            "The policy has learned the former by heart, or they lack what the latter ask for: give it more "
+            "and other tasks, or fewer steps."
+        )
+        yield Finding("learned_by_heart", "warning", title, told, {"split": "eval"}, "eval/success")
+    elif why.is_solved:
         title = f"Solved: nothing was left to learn in {len(silent)} of the last {len(recent)} steps"
         yield Finding("solved", "note", title, told, {"sort": "step"}, "success")
     elif is_silent:

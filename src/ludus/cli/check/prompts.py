@@ -42,7 +42,7 @@ def prompt_findings(
         causes = [*_other_messages(asked(conversation), played.asked)]
         if renderer.prompt(played.asked, tools) not in prompts:
             has_none = rollout.renderer.bound(()).prompt(played.asked) in prompts
-            causes.append(_other_tools(tools, has_none))
+            causes.append(_other_tools(tools, specs, has_none))
         why = " and ".join(causes)
         rests = [decode(side[at:]) for side in (tokens, nearest)]
         also = _alike(*rests)  # of a token that is a whole phrase, the end may be another
@@ -99,8 +99,15 @@ def _other_messages(shown: Sequence[Message], played: Sequence[Message]) -> Iter
         yield f"messages by {', '.join(roles[0])}, where episodes have {', '.join(roles[1])}"
 
 
-def _other_tools(tools: Sequence[ToolSpec], episodes_have_none: bool) -> str:
-    named = ", ".join(tool.name for tool in tools)
+def _other_tools(tools: Sequence[ToolSpec], own: Sequence[ToolSpec], episodes_have_none: bool) -> str:
+    """`own`: the recipe's, which rows without the field `tools` are given."""
+    names = [tool.name for tool in tools]
+    named = ", ".join(names)
     if episodes_have_none:
         return f"tools ({named:.200}), which episodes do not have"
+    if tools and sorted(names) == sorted(tool.name for tool in own):
+        return (
+            f"the tools of episodes ({named:.200}) in other words or schemas (rows without the field tools "
+            "get the recipe's as they are)"
+        )
     return f"other tools than episodes ({named:.200})" if tools else "no tools, which episodes have"

@@ -186,6 +186,7 @@ class RLConfig(BaseStageConfig):
     label = "RL"
     can_end_early = True
     usual_rates = RL_RATES
+    other_keys = "options of an algorithm are in its table: algorithm = { name = ..., OPTION = ... }"
 
     kind: Literal["rl"] = "rl"
     """What kind of stage this is."""

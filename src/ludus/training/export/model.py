@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -17,6 +18,7 @@ from typing import Any
 
 from torch import nn
 
+from ludus.chat.api_fields import ApiError, parse_tools
 from ludus.chat.chat_template import tools_key
 from ludus.chat.portable_template import as_request, portable_template
 from ludus.chat.renderer import Renderer
@@ -110,9 +112,23 @@ def export_model(
     own = recipe.model.model_dump() | {"name": str(checkpoint), "scratch": None, "lora": None}
     own |= {"device": "cpu", "dtype": dtype or _dtype(checkpoint, recipe.model)}
     model, tokenizer = load_model(ModelConfig.parse(own, f"{run.path}/recipe.json"), seed=0)
-    renderer, tools, notes = asyncio.run(_prompting(recipe, run, tokenizer))
+    renderer, tools, objects = asyncio.run(_prompting(recipe, run, tokenizer))
     template = portable_template(renderer, tokenizer, tools, system=recipe.agent.system)
     compared = compare(run, tokenizer, template, renderer, tools)
+    notes = []
+    if not tools and (read := tools_in_prompts(run, tokenizer)):
+        listed = portable_template(renderer, tokenizer, [read], system=recipe.agent.system)
+        with_read = compare(run, tokenizer, listed, renderer, [read])
+        if with_read.first_same:  # the proof that they are its tools, in these words
+            template, compared, tools, objects = listed, with_read, [read], []
+            notes.append(
+                "the recipe does not name its tools: they are those that its recorded prompts list"
+            )
+    if objects:
+        notes.append(
+            f"the run was made in Python, and its {', '.join(objects)} are objects of that program: the "
+            "template does not know its tools, so give `tools` with every request"
+        )
     notes += _notes(recipe, renderer, tools, compared)
     if adapter and Path(base_of(checkpoint)).exists():
         notes.append(
@@ -213,16 +229,11 @@ def _dtype(checkpoint: Path, config: ModelConfig) -> str:
 async def _prompting(
     recipe: Recipe, run: RunFolder, tokenizer: HFTokenizer
 ) -> tuple[Renderer, list[list[ToolSpec]], list[str]]:
-    """The renderer that the run prompted with, the different lists of its tools, and notes on them."""
-    notes = []
+    """The renderer that the run prompted with, its different lists of tools, and what was given as objects."""
     unknown = sorted({"tools", "envs", "rewards", "agent"} & run.objects().keys())
     if unknown:
         agent = recipe.agent.model_copy(update={"tools": (), "envs": {}})
         recipe = recipe.model_copy(update={"agent": agent, "rewards": (), "task_sets": ()})
-        notes.append(
-            f"the run was made in Python, and its {', '.join(unknown)} are objects of that program: the "
-            "template does not know its tools, so give `tools` with every request"
-        )
     named = {"tools": recipe.agent.tools, "envs": recipe.agent.envs, "rewards": recipe.rewards}
     parts = Parts(**{name: resolve_named(name, name, one, recipe) for name, one in named.items() if one})
     sets = build_task_sets(recipe, parts, FakeEngine([]), tokenizer)
@@ -232,7 +243,7 @@ async def _prompting(
         await close_task_sets(sets)
         await close_shared_sandboxes()
     different = {tools_key(specs): specs for specs in lists if specs}
-    return sets[0].rollout.renderer, list(different.values()), notes
+    return sets[0].rollout.renderer, list(different.values()), unknown
 
 
 def _union(tools: Sequence[Sequence[ToolSpec]]) -> list[ToolSpec]:
@@ -279,6 +290,22 @@ def compare(
             counts[which] += 1
             counts[f"{which}_same"] += same
     return Compared(**counts)
+
+
+def tools_in_prompts(run: RunFolder, tokenizer: HFTokenizer) -> list[ToolSpec]:
+    """The tools that recorded prompts list as JSON, where all list the same ones."""
+    prompts = [one.sequences[0].segments[0].tokens for one in islice(_comparable(run), _EPISODES)]
+    found = [list(_listed_tools(tokenizer.decode(tokens))) for tokens in prompts]
+    return found[0] if found and all(one == found[0] for one in found) else []
+
+
+def _listed_tools(text: str) -> Iterator[ToolSpec]:
+    decoder = json.JSONDecoder()
+    for place in re.finditer(r'\{\s*"type"\s*:\s*"function"', text):
+        try:
+            yield from parse_tools([decoder.raw_decode(text, place.start())[0]])
+        except (ValueError, RecursionError, ApiError):
+            continue
 
 
 def _comparable(run: RunFolder) -> Iterator[Trajectory]:
