@@ -183,18 +183,24 @@ def save_llava_next(folder: Path) -> Path:
     return _save(folder, LlavaNextForConditionalGeneration, config, processor, 0)
 
 
-def save_qwen2_vl(folder: Path) -> Path:
-    """Qwen2-VL's shape: positions in three dimensions. Its processor wants torchvision: there is none."""
-    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+def save_paligemma(folder: Path) -> Path:
+    """PaliGemma's shape: all tokens of a prompt see each other in both directions, text included."""
+    from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration, PaliGemmaProcessor
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-    rotation = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-    tokenizer = _tokenizer(("<|image_pad|>",))
-    config = Qwen2VLConfig(
-        vision_config={"depth": 1, "embed_dim": 32, "num_heads": 2, "hidden_size": 64, "patch_size": 4},
-        text_config=_text(len(tokenizer), rope_parameters=rotation),
-        image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
+    tokenizer = _tokenizer(("<image>", "<bos>"))
+    tokenizer.bos_token = "<bos>"
+    images = SiglipImageProcessorPil(size={"height": SIDE, "width": SIDE})
+    images.image_seq_length = 4
+    processor = PaliGemmaProcessor(images, tokenizer, chat_template=tokenizer.chat_template)
+    config = PaliGemmaConfig(
+        vision_config=_clip(vision_use_head=False, projection_dim=64),
+        text_config={"model_type": "gemma", **_text(len(tokenizer), head_dim=16)},
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        projection_dim=64,
+        hidden_size=64,
     )
-    return _save(folder, Qwen2VLForConditionalGeneration, config, tokenizer, 0)
+    return _save(folder, PaliGemmaForConditionalGeneration, config, processor, 0)
 
 
 def save_gemma3(folder: Path) -> Path:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         unwrapped,
         vocabulary_size,
     )
-    from ludus.model.images import embedded, images_of
+    from ludus.model.images import images_of
     from ludus.model.packed_attention import PackedContext
     from ludus.model.probes import (
         probe_architecture,
@@ -42,7 +42,6 @@ __all__ = [
     "checkpointed_layers",
     "context_limit",
     "decoder_of",
-    "embedded",
     "head_logits",
     "hidden_states",
     "images_of",

@@ -44,6 +44,20 @@ class AttentionParams:
         return any(limit is not None and limit < length for limit in self.reach)
 
 
+@dataclass(frozen=True, slots=True)
+class LookAhead:
+    """How far tokens see: not only up to themselves, where the tokens of an image see each other."""
+
+    last_T: npt.NDArray[np.int64]
+    """The place of the last token that each one sees."""
+    windows_only: bool
+    """Whether that holds in layers with a sliding window alone, and the others are causal (Gemma 4)."""
+
+    def holds(self, params: AttentionParams) -> bool:
+        """Whether it holds in a layer that attends like this."""
+        return params.window is not None or not self.windows_only
+
+
 def attend(
     query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, mask: Tensor | None
 ) -> Tensor:
@@ -137,11 +151,16 @@ def causal_mask(width: int, length: int, params: AttentionParams, device: torch.
     return positional_mask(positions, length, params)
 
 
-def positional_mask(positions_BQ: Tensor, length: int, params: AttentionParams) -> Tensor:
-    """[B, 1, Q, length]: a query at a position sees the keys up to it, within its window or chunk."""
+def positional_mask(
+    positions_BQ: Tensor, length: int, params: AttentionParams, last_BQ: Tensor | None = None
+) -> Tensor:
+    """[B, 1, Q, length]: a query at a position sees the keys up to it, within its window or chunk.
+
+    With `last_BQ` it sees the keys up to there.
+    """
     keys = torch.arange(length, device=positions_BQ.device)
     queries = positions_BQ[:, None, :, None]
-    mask = keys <= queries
+    mask = keys <= (queries if last_BQ is None else last_BQ[:, None, :, None])
     if params.window is not None:
         mask &= keys > queries - params.window
     if params.chunk is not None:

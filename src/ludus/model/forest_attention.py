@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ludus.model.attention import AttentionParams, attend, positional_mask, split_by_length
 from ludus.model.hf_model import decoder_of, device_of, head_shape
+from ludus.model.image_layout import both_ways
 from ludus.model.packed_attention import (
     HALF,
     Ints,
@@ -186,8 +187,11 @@ def _similar_nodes(lengths: Ints, counts: Ints, nodes: Ints) -> Iterator[Ints]:
 
 def can_share_prefixes(model: nn.Module) -> bool:
     """Whether the trainer may fold common prefixes of this model's rows: on a CPU, and by a flash kernel that
-    was tried on a forest. Masked attention in padded groups would be right on a GPU as well, and slow.
+    was tried on a forest. Masked attention in padded groups would be right on a GPU as well, and slow. Not
+    where an image's tokens see each other: a prefix that rows share may end inside an image.
     """
+    if both_ways(model) is not None:
+        return False
     device = device_of(model)
     if device.type != "cuda":
         return device.type == "cpu"

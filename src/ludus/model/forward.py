@@ -10,6 +10,7 @@ checkpointing restores for its recomputation, on whatever thread that runs.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -96,22 +97,32 @@ def _number(config: object, name: str) -> float:
     return 1.0 if value is None else float(value)
 
 
+@dataclass(frozen=True, slots=True)
+class DecoderInputs:
+    """What a decoder reads in the place of its tokens' embeddings, where there are images."""
+
+    embedded_TH: Tensor
+    others: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of its forward: features for deeper layers, embeddings for each layer."""
+
+
 def hidden_states(
     model: nn.Module,
     input_ids: Tensor,
     position_ids: Tensor,
     context: AttentionContext,
-    embedded_TH: Tensor | None = None,
+    inputs: DecoderInputs | None = None,
 ) -> Tensor:
     """[T, hidden]: the decoder's last hidden states of flat tokens [T]; the fused forward where it fits.
 
-    `embedded_TH` is read in the place of the tokens' embeddings, where there are images.
+    `position_ids` are [T], or [3, T] where tokens of images have positions in three dimensions.
     """
     parts = None if unavailable(device_of(model)) else decoder_parts(decoder_of(model))
-    if parts is not None:
+    if parts is not None and (inputs is None or not inputs.others):
+        embedded_TH = None if inputs is None else inputs.embedded_TH
         checkpointed = checkpointed_layers(model)
         return fused_hidden_states(parts, input_ids, position_ids, context, checkpointed, embedded_TH)
-    return stock_hidden_states(model, input_ids, position_ids, context, embedded_TH)
+    return stock_hidden_states(model, input_ids, position_ids, context, inputs)
 
 
 def stock_hidden_states(
@@ -119,16 +130,19 @@ def stock_hidden_states(
     input_ids: Tensor,
     position_ids: Tensor,
     context: AttentionContext,
-    embedded_TH: Tensor | None = None,
+    inputs: DecoderInputs | None = None,
 ) -> Tensor:
     """[T, hidden]: the same by the Hugging Face module's own forward."""
-    read = (
-        {"input_ids": input_ids[None]} if embedded_TH is None else {"inputs_embeds": embedded_TH[None]}
+    read: dict[str, Any] = (
+        {"input_ids": input_ids[None]}
+        if inputs is None
+        else {"inputs_embeds": inputs.embedded_TH[None], **inputs.others}
     )
-    with running(context, position_ids):
+    is_spatial = position_ids.ndim == 2 and len(position_ids) == 3
+    with running(context, position_ids[0] if is_spatial else position_ids):
         output = decoder_of(model)(
             **read,
-            position_ids=position_ids.reshape(1, -1),
+            position_ids=position_ids[:, None] if is_spatial else position_ids.reshape(1, -1),
             use_cache=False,
             **{CONTEXT: context},
         )

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-def noise_image(seed: int) -> Media:
+def noise_image(seed: int, size: tuple[int, int] = (64, 48)) -> Media:
     """An image of noise, to probe a model with: what looks alike everywhere shows no difference."""
     from PIL import Image
 
-    noise = np.random.default_rng(seed).integers(0, 256, (48, 64, 3), dtype=np.uint8)
+    noise = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     file = BytesIO()
     Image.fromarray(noise).save(file, format="PNG")
     return Media.image(file.getvalue())

@@ -30,8 +30,21 @@ from ludus.core.failures import ConfigError, LudusError, MissingExtraError
 from ludus.core.images import MOST_PIXELS, ImageError
 from ludus.core.lru import LruCache
 from ludus.core.messages import Media, MediaSpan
+from ludus.kernels.device import arrays_to_device
+from ludus.model.attention import LookAhead
+from ludus.model.forward import DecoderInputs, hidden_states
 from ludus.model.hf_model import decoder_of, device_of, unwrapped
 from ludus.model.image_files import PixelBudget, decode_image, pixel_count
+from ludus.model.image_layout import (
+    ContextLayout,
+    ImageLayout,
+    both_ways,
+    has_rope_index,
+    layout_of,
+    look_ahead_of,
+    positions_of,
+)
+from ludus.model.packed_attention import PackedContext
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -68,6 +81,10 @@ class ImageProcessor:
         self.inner = processor
         self.text = str(processor.image_token)
         self.token = int(processor.tokenizer.convert_tokens_to_ids(self.text))
+        """What a chat template writes for an image."""
+        ids = getattr(processor, "image_token_ids", None) or [self.token]
+        self.placeholder = self.token if ids[0] is None else int(ids[0])
+        """What stands for each feature: the same token, but in models such as Gemma 3."""
         self._encoded: LruCache[EncodedImage] = LruCache(_PIXEL_BYTES, lambda one: one.size)
 
     @classmethod
@@ -79,13 +96,15 @@ class ImageProcessor:
             raise MissingExtraError("pillow", "vision", "a model that is shown images") from None
         from transformers import AutoProcessor
 
+        from ludus.model.video_parts import videos_optional
+
         try:
-            processor: Any = AutoProcessor.from_pretrained(name, revision=revision or "main")
+            with videos_optional():
+                processor: Any = AutoProcessor.from_pretrained(name, revision=revision or "main")
         except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
             raise ConfigError(
                 f"the processor of {name!r} cannot be loaded "
-                f"({type(error).__name__}: {str(error).strip():.200}); those that take videos as well need the "
-                "package torchvision"
+                f"({type(error).__name__}: {str(error).strip():.200}); some need the package torchvision"
             ) from error
         if (
             getattr(processor, "image_token", None) is None
@@ -131,7 +150,7 @@ class ImageProcessor:
                 f"{type(error).__name__}: {error!s:.200}"
             ) from error
         tokens: list[int] = made["input_ids"][0].tolist()
-        places = np.flatnonzero(np.array(tokens) == self.token)
+        places = np.flatnonzero(np.array(tokens) == self.placeholder)
         inputs = {name: torch.as_tensor(value) for name, value in made.items() if name not in _NO_PIXELS}
         return EncodedImage(tokens, places, inputs)
 
@@ -196,8 +215,21 @@ def with_virtual_ids(
     return keyed
 
 
+def context_layout(
+    model: nn.Module, tokens: int, images: Sequence[MediaSpan], processor: ImageProcessor
+) -> ContextLayout | None:
+    """Positions and runs of a context with these images; None where they are those of text."""
+    windowed = both_ways(model)
+    if not images or (windowed is None and not has_rope_index(model)):
+        return None
+    layouts = [layout_of(model, processor.of_span(span), span.start) for span in images]
+    runs = tuple(run for layout in layouts for run in layout.runs)
+    return ContextLayout(positions_of([tokens], layouts), runs, windowed == "windowed")
+
+
 FEATURE_BYTES = 1 << 28
 """Most bytes of the image features that are kept for a model."""
+_DEEPER = "deepstack_features"
 _WHERE = "files of episodes refer to images by their hash, and the bytes are in the run's folder media/"
 _kept: WeakKeyDictionary[nn.Module, LruCache[Tensor]] = WeakKeyDictionary()
 """By the model whose vision part made them."""
@@ -219,10 +251,27 @@ def forget_features(model: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PlacedFeatures:
-    """The features of images, and their places among flat tokens."""
+    """The features of images, their places among flat tokens, and how these are read."""
 
     places_P: npt.NDArray[np.int64]
-    features_PH: Tensor
+    features_PC: Tensor
+    """C is H, the width of the decoder, or a multiple of it where deeper layers have features as well."""
+    layouts: tuple[ImageLayout, ...] = ()
+    windows_only: bool = False
+
+    def positions(self, lengths: Sequence[int]) -> npt.NDArray[np.int64] | None:
+        """[3, T]: positions of rows of these lengths; None where they are counted as text."""
+        return positions_of(lengths, self.layouts)
+
+    def ahead(self, tokens: int) -> LookAhead | None:
+        """What so many tokens see; None where it is themselves and what is before them."""
+        return look_ahead_of(tokens, self.layouts, self.windows_only)
+
+    def folded(self, index_T: npt.NDArray[np.int64]) -> PlacedFeatures:
+        """Those of tokens that several rows share, which are computed once: `Fold.index_T`."""
+        places_P, first = np.unique(index_T[self.places_P], return_index=True)
+        chosen = torch.from_numpy(first).to(self.features_PC.device)
+        return PlacedFeatures(places_P, self.features_PC.index_select(0, chosen))
 
 
 def placed_features(model: nn.Module, images: Sequence[MediaSpan]) -> PlacedFeatures | None:
@@ -244,6 +293,7 @@ def placed_features(model: nn.Module, images: Sequence[MediaSpan]) -> PlacedFeat
     weight = unwrapped(model).get_input_embeddings().weight
     known: dict[str, Tensor] = {}
     places: list[npt.NDArray[np.int64]] = [np.empty(0, dtype=np.int64)]
+    layouts: list[ImageLayout] = []
     for span in images:
         try:
             image = processor.of_span(span)
@@ -252,12 +302,14 @@ def placed_features(model: nn.Module, images: Sequence[MediaSpan]) -> PlacedFeat
         if span.sha256 not in known:
             known[span.sha256] = _features(model, span.sha256, image, is_kept=not trained)
         places.append(span.start + image.places)
+        layouts.append(layout_of(model, image, span.start))
     found = [known[span.sha256].to(weight.dtype) for span in images]
-    features_PH = torch.cat(found) if found else weight.new_empty(0, weight.shape[1])
+    features_PC = torch.cat(found) if found else weight.new_empty(0, weight.shape[1])
     if wants_gradients:
         with_gradients: Any = _WithGradients.apply  # torch has no types for it
-        features_PH = with_gradients(features_PH, *trained)
-    return PlacedFeatures(np.concatenate(places), features_PH)
+        features_PC = with_gradients(features_PC, *trained)
+    windows_only = both_ways(model) == "windowed"
+    return PlacedFeatures(np.concatenate(places), features_PC, tuple(layouts), windows_only)
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:
@@ -280,18 +332,36 @@ class _WithGradients(torch.autograd.Function):
         return gradients[0], *(zeros[dtype].expand(shape) for shape, dtype in ctx.weights)
 
 
-def embedded(model: nn.Module, input_ids: Tensor, images: Sequence[MediaSpan]) -> Tensor | None:
-    """[T, H]: what the decoder reads for flat tokens with images in these spans; None without any."""
-    return with_features(model, input_ids, placed_features(model, images))
-
-
-def with_features(model: nn.Module, input_ids: Tensor, placed: PlacedFeatures | None) -> Tensor | None:
-    """[T, H]: token embeddings, and features in their places; None without any."""
+def with_features(
+    model: nn.Module, input_ids: Tensor, placed: PlacedFeatures | None
+) -> DecoderInputs | None:
+    """Token embeddings and features in their places, as the model's decoder reads them; None without any."""
     if placed is None:
         return None
-    embedded_TH: Tensor = decoder_of(model).get_input_embeddings()(input_ids)
+    decoder = decoder_of(model)
+    embedded_TH: Tensor = decoder.get_input_embeddings()(input_ids)
+    width = embedded_TH.shape[1]
     index_P = torch.from_numpy(placed.places_P).to(input_ids.device)
-    return embedded_TH.index_copy(0, index_P, placed.features_PH.to(embedded_TH.dtype))
+    features_PH, *deeper = torch.split(placed.features_PC.to(embedded_TH.dtype), width, dim=1)
+    others: dict[str, Any] = {}
+    if deeper:  # Qwen3-VL: added to the outputs of the first layers
+        is_feature_T = torch.zeros_like(input_ids, dtype=torch.bool).index_fill(0, index_P, True)
+        others = {"visual_pos_masks": is_feature_T[None], "deepstack_visual_embeds": deeper}
+    if getattr(decoder, "hidden_size_per_layer_input", 0):  # Gemma 4: an embedding for each layer
+        padding = getattr(decoder.config, "pad_token_id", None) or 0
+        ids_T = input_ids.index_fill(0, index_P, padding)
+        others["per_layer_inputs"] = decoder.get_per_layer_inputs(ids_T[None])
+    return DecoderInputs(embedded_TH.index_copy(0, index_P, features_PH), others)
+
+
+def row_hidden_states(model: nn.Module, tokens_T: Tensor, images: Sequence[MediaSpan]) -> Tensor:
+    """[T, H]: the last hidden states of one row with images in these spans."""
+    placed, lengths = placed_features(model, images), [len(tokens_T)]
+    ahead = None if placed is None else placed.ahead(len(tokens_T))
+    row = PackedContext(lengths, tokens_T.device, ahead)
+    spatial = None if placed is None else placed.positions(lengths)
+    positions = row.position_ids if spatial is None else arrays_to_device([spatial], tokens_T.device)[0]
+    return hidden_states(model, tokens_T, positions, row, with_features(model, tokens_T, placed))
 
 
 def embedded_parts(
@@ -299,8 +369,8 @@ def embedded_parts(
     processor: ImageProcessor,
     parts: Iterable[tuple[Sequence[MediaSpan], int, int]],
     input_ids: Tensor,
-) -> Tensor | None:
-    """[T, H]: what the decoder reads for parts of contexts, end to end; None where no image is in them.
+) -> DecoderInputs | None:
+    """What the decoder reads for parts of contexts, end to end; None where no image is in them.
 
     A part is the spans of a context, and the range of its tokens; it may begin and end inside an image.
     """
@@ -311,19 +381,19 @@ def embedded_parts(
         for span in spans:
             if span.start < stop and span.stop > start:
                 image = processor.of_span(span)
-                features_PH = _features(model, span.sha256, image, is_kept=True)
+                features_PC = _features(model, span.sha256, image, is_kept=True)
                 at = span.start + image.places
                 inside = (at >= start) & (at < stop)
                 places.append(at[inside] - start + offset)
                 first = int((at < start).sum())
-                features.append(features_PH[first : first + int(inside.sum())])
+                features.append(features_PC[first : first + int(inside.sum())])
         offset += stop - start
     placed = PlacedFeatures(np.concatenate(places), torch.cat(features)) if places else None
     return with_features(model, input_ids, placed)
 
 
 def _features(model: nn.Module, sha256: str, image: EncodedImage, *, is_kept: bool) -> Tensor:
-    """[P, H]: the features of an image, one for each of its placeholders, under the weights of now."""
+    """[P, C]: the features of an image, one for each of its placeholders, under the weights of now."""
     if not is_kept:
         return _computed(model, image)
     with torch.no_grad():
@@ -347,12 +417,16 @@ def _computed(model: nn.Module, image: EncodedImage) -> Tensor:
         if name in wanted
     }
     output = inner.get_image_features(**inputs)
-    found = getattr(output, "pooler_output", output)
-    pieces = [found] if isinstance(found, Tensor) else list(found)
-    features_PH = torch.cat([piece.reshape(-1, piece.shape[-1]) for piece in pieces])
-    if len(features_PH) != len(image.places):
+    levels = [getattr(output, "pooler_output", output), *(getattr(output, _DEEPER, None) or ())]
+    features_PC = torch.cat([_flat(level) for level in levels], dim=1)
+    if len(features_PC) != len(image.places):
         raise ConfigError(
-            f"{type(inner).__name__} has {len(features_PH)} features for an image that its processor gives "
+            f"{type(inner).__name__} has {len(features_PC)} features for an image that its processor gives "
             f"{len(image.places)} placeholders"
         )
-    return features_PH
+    return features_PC
+
+
+def _flat(level: Tensor | Sequence[Tensor]) -> Tensor:
+    pieces = [level] if isinstance(level, Tensor) else list(level)
+    return torch.cat([piece.reshape(-1, piece.shape[-1]) for piece in pieces])

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
 
@@ -27,7 +27,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ludus.kernels.device import arrays_to_device
-from ludus.model.attention import AttentionParams, attend, causal_mask, split_by_length
+from ludus.model.attention import (
+    AttentionParams,
+    LookAhead,
+    attend,
+    causal_mask,
+    positional_mask,
+    split_by_length,
+)
 
 log = logging.getLogger(__name__)
 
@@ -302,12 +309,31 @@ class _PaddedSequences:
     width: int
     index: Tensor
     """[rows * width] positions in the flat order; padding repeats a sequence's last token."""
+    last: Tensor | None
+    """[rows, width] the last position in its sequence that each query sees, where that is not its own."""
+    masks: dict[object, Tensor] = field(default_factory=dict)
+
+    def mask(self, params: AttentionParams) -> Tensor:
+        """The mask where queries see what stands behind them."""
+        assert self.last is not None
+        if params.reach not in self.masks:
+            positions = torch.arange(self.width, device=self.last.device)[None]
+            self.masks[params.reach] = positional_mask(positions, self.width, params, self.last)
+        return self.masks[params.reach]
 
 
 class PackedContext:
-    """Attention within each of the sequences that lie end to end in a batch of one row."""
+    """Attention within each of the sequences that lie end to end in a batch of one row.
 
-    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
+    Where images' tokens see each other (`ahead`), it is masked attention in padded groups on every device.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        device: torch.device | str = "cpu",
+        ahead: LookAhead | None = None,
+    ) -> None:
         if not lengths or min(lengths) < 1:
             raise ValueError("packed sequences need lengths of at least 1")
         self.lengths = list(lengths)
@@ -315,6 +341,7 @@ class PackedContext:
         self.tokens = sum(self.lengths)
         self.longest = max(self.lengths)
         self.are_even = min(self.lengths) == self.longest
+        self.ahead = ahead
         self.calls = 0
         self._masks: dict[tuple[int, object], Tensor] = {}
 
@@ -333,6 +360,8 @@ class PackedContext:
                 f"not [{query.shape[0]}, {query.shape[2]}]"
             )
         flat = [states.squeeze(0).transpose(0, 1) for states in (query, key, value)]
+        if self.ahead is not None and self.ahead.holds(params):
+            return self._attend_in_groups(flat, params)
         # flash kernels take keys and values of one size
         is_square = key.shape[3] == value.shape[3]
         kernel = self._kernel(flat, params) if is_square else None
@@ -378,7 +407,9 @@ class PackedContext:
                 .transpose(1, 2)
                 for states in flat
             ]
-            output = attend(padded[0], padded[1], padded[2], params, self._mask(group.width, params))
+            sees_ahead = self.ahead is not None and self.ahead.holds(params)
+            mask = group.mask(params) if sees_ahead else self._mask(group.width, params)
+            output = attend(padded[0], padded[1], padded[2], params, mask)
             outputs.append(output.transpose(1, 2).reshape(-1, *output.shape[1::2]))
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return joined.index_select(0, back)[None]
@@ -391,13 +422,23 @@ class PackedContext:
     def _groups(self) -> tuple[list[_PaddedSequences], Tensor]:
         """The padded groups, and where each flat token lies in their concatenation."""
         found = padded_groups(np.asarray(self.lengths, dtype=np.int64))
-        groups = [_PaddedSequences(rows, width, self._there(index)) for rows, width, index, _ in found]
+        groups = [
+            _PaddedSequences(rows, width, self._there(index), self._last(rows, width, index))
+            for rows, width, index, _ in found
+        ]
         back = np.empty(self.tokens, dtype=np.int64)
         base = 0
         for rows, width, index, valid in found:
             back[index[valid]] = base + np.flatnonzero(valid)
             base += rows * width
         return groups, self._there(back)
+
+    def _last(self, rows: int, width: int, index: Ints) -> Tensor | None:
+        """Places of the last tokens that these see, counted in their sequences."""
+        if self.ahead is None:
+            return None
+        ahead = (self.ahead.last_T[index] - index).reshape(rows, width)
+        return self._there(ahead + np.arange(width))
 
     def _there(self, values: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> Tensor:
         """On the device; from pinned memory, because any other copy waits for the GPU to catch up."""

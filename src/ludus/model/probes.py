@@ -5,9 +5,8 @@ amplify rounding: in bfloat16, stock eager and stock SDPA attention can differ b
 fixed tolerance tells a wrong result from rounding. So the structure is compared in float32, and what runs in
 half precision must come as close to the float32 result as the stock module in the same format does.
 `use_ludus_attention` probes attention over packed sequences, `probe_head` the logits, `check_images` whether
-images can be run: Ludus puts features in the place of placeholders and counts positions one by one, with causal
-attention. Models that give an image's tokens positions in two dimensions (M-RoPE), let them look at each other
-in both directions, or feed images into deeper layers come out differently, and are refused.
+images can be run: features in the place of placeholders and in deeper layers, positions, and what an image's
+tokens see (`image_layout.py`). Models that do something else with images come out differently, and are refused.
 """
 
 from __future__ import annotations
@@ -42,7 +41,14 @@ from ludus.model.hf_model import (
     vocabulary_size,
 )
 from ludus.model.image_files import decode_image, noise_image
-from ludus.model.images import ImageProcessor, embedded, images_of
+from ludus.model.image_layout import both_ways, has_rope_index
+from ludus.model.images import (
+    ImageProcessor,
+    images_of,
+    placed_features,
+    row_hidden_states,
+    with_features,
+)
 from ludus.model.packed_attention import HALF, PackedContext
 
 _EXACT = 1e-4
@@ -361,27 +367,30 @@ def probe_head(model: nn.Module) -> None:
         )
 
 
-FAMILIES = "LLaVA, LLaVA-NeXT, LLaVA-OneVision, Idefics3, SmolVLM, InternVL"
+FAMILIES = (
+    "LLaVA, LLaVA-NeXT, LLaVA-OneVision, Idefics3, SmolVLM, InternVL, Mistral 3, Qwen2-VL, Qwen2.5-VL, "
+    "Qwen3-VL, GLM-4V, Gemma 3, Gemma 4"
+)
 _INSTEAD = f'use a model such as {FAMILIES}, or set model.vision = "off" to train it on text alone'
 
 
 def check_positions(model: nn.Module) -> None:
-    """Refuse a model that says itself that its images have positions of another kind."""
+    """Refuse a model that says itself that its images have positions of a kind that Ludus does not run."""
     rotation = getattr(text_config(model), "rope_parameters", None) or {}
-    if "mrope_section" in rotation:
+    if "mrope_section" in rotation and not has_rope_index(model):
         raise ConfigError(
             f"{type(unwrapped(model)).__name__} gives the tokens of an image positions in two or three "
-            f"dimensions (M-RoPE), which Ludus does not run: {_INSTEAD}"
+            f"dimensions (M-RoPE), and has no get_rope_index that computes them: {_INSTEAD}"
         )
 
 
 def check_images(model: nn.Module) -> None:
-    """Refuse a model whose images `embedded` does not reproduce. Its attention must be its own."""
+    """Refuse a model whose own forward sees images otherwise. Its attention must be its own."""
     inner, processor = unwrapped(model), images_of(model)
     assert processor is not None
     name = type(inner).__name__
-    probes = [noise_image(seed) for seed in (0, 1)]
-    text = f"{processor.text}\n{processor.text}\n"
+    probes = [noise_image(0), noise_image(1, (80, 56))]
+    text = f"{processor.text} and {processor.text} are"
     images = [decode_image(probe.data or b"") for probe in probes]
     made = dict(processor.inner(text=text, images=images, add_special_tokens=False, return_tensors="pt"))
     spans = _spans(processor, made["input_ids"][0].tolist(), probes)
@@ -395,18 +404,37 @@ def check_images(model: nn.Module) -> None:
         given = _ours(model, made["input_ids"][0].to(device_of(model)), spans)
     if not agree(given, expected):
         raise ConfigError(
-            f"{name} does something else with images than to read their features in the place of placeholder "
-            "tokens (positions in two dimensions, attention in both directions, or images in deeper layers): "
-            f"{_INSTEAD}"
+            f"{name} does something else with images than Ludus does, which reads their features in the place "
+            "of placeholder tokens (other positions, other attention between their tokens, or features in "
+            f"other layers): {_INSTEAD}"
         )
 
 
 def _ours(model: nn.Module, ids_T: Tensor, spans: list[MediaSpan]) -> Tensor:
-    embedded_TH = embedded(model, ids_T, spans)
-    assert embedded_TH is not None
-    positions = torch.arange(len(ids_T), device=ids_T.device)[None]
-    read = {"inputs_embeds": embedded_TH[None], "position_ids": positions}
+    """The logits as Ludus computes them; by the model's own attention where that is causal."""
+    if both_ways(model) is not None:
+        with _attention_switched(model):
+            return head_logits(model, row_hidden_states(model, ids_T, spans))
+    placed = placed_features(model, spans)
+    assert placed is not None
+    inputs, spatial = with_features(model, ids_T, placed), placed.positions([len(ids_T)])
+    assert inputs is not None
+    counted = torch.arange(len(ids_T), device=ids_T.device)[None]
+    positions = counted if spatial is None else torch.from_numpy(spatial).to(ids_T.device)[:, None]
+    read = {"inputs_embeds": inputs.embedded_TH[None], "position_ids": positions, **inputs.others}
     return head_logits(model, decoder_of(model)(**read, use_cache=False).last_hidden_state[0])
+
+
+@contextmanager
+def _attention_switched(model: nn.Module) -> Iterator[None]:
+    """The decoder attends through Ludus, for a while."""
+    decoder = decoder_of(model)
+    before = decoder.config._attn_implementation
+    try:
+        decoder.set_attn_implementation(NAME)
+        yield
+    finally:
+        decoder.set_attn_implementation(before)
 
 
 def _placed(made: dict[str, Any], model: nn.Module) -> dict[str, Tensor]:

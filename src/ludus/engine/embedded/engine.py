@@ -52,7 +52,8 @@ from ludus.engine.embedded.request import (
     copy_of,
 )
 from ludus.model.hf_model import context_limit, sampling_mode, unwrapped, vocabulary_size
-from ludus.model.images import images_of, with_virtual_ids
+from ludus.model.image_layout import ContextLayout
+from ludus.model.images import context_layout, images_of, with_virtual_ids
 from ludus.model.probes import use_ludus_attention
 from ludus.remote.limits import queueing
 
@@ -252,7 +253,7 @@ class EmbeddedEngine(Engine):
         on_tokens: OnTokens | None = None,
     ) -> Completion:
         arrived = time.perf_counter()
-        context, keyed = await self._read(tokens, media)
+        context, keyed, layout = await self._read(tokens, media)
         limit, stop_checker = self._limit(len(context), sampling), StopChecker.of(sampling, self._decode)
         with queueing() as wait:
             if not await self._admission.enter(session):
@@ -269,6 +270,7 @@ class EmbeddedEngine(Engine):
                 limit=limit,
                 sampling=sampling,
                 images=tuple(media),
+                layout=layout,
                 session=session,
                 reply=partial(self._thread.outbox.reply, reply_future),
                 leave_queue=partial(self._admission.leave, wait, reply_future.loop),
@@ -282,14 +284,15 @@ class EmbeddedEngine(Engine):
             return completion
 
     async def score(self, tokens: Sequence[int], *, media: Sequence[MediaSpan] = ()) -> list[float]:
-        context, keyed = await self._read(tokens, media)
+        context, keyed, layout = await self._read(tokens, media)
         reply_future = ReplyFuture()
         request = Request(
             tokens=keyed,
             prompt=len(context),
             limit=self._limit(len(context), None),
             images=tuple(media),
-            placeholder=self._images.token if self._images is not None else 0,
+            layout=layout,
+            placeholder=self._images.placeholder if self._images is not None else 0,
             sampling=Sampling(),
             is_score=True,
             reply=partial(self._thread.outbox.reply, reply_future),
@@ -397,19 +400,25 @@ class EmbeddedEngine(Engine):
 
     async def _read(
         self, tokens: Sequence[int], media: Sequence[MediaSpan]
-    ) -> tuple[list[int], list[int]]:
-        """The context, and with virtual ids where images are read; these are decoded in a thread."""
+    ) -> tuple[list[int], list[int], ContextLayout | None]:
+        """The context, with virtual ids where images are read, and its layout; decoded in a thread."""
         self._thread.check_open()
         context: list[int] = checked_context(tokens, self._vocabulary).tolist()
         if not media:
-            return context, context
-        if self._images is None:
+            return context, context, None
+        images = self._images
+        if images is None:
             raise EngineError(
                 f"{type(unwrapped(self.model)).__name__} reads text only here, not images (docs/images.md)",
                 retriable=False,
             )
+
+        def read() -> tuple[list[int], ContextLayout | None]:
+            keyed = with_virtual_ids(context, media, images)
+            return keyed, context_layout(self.model, len(context), media, images)
+
         try:
-            return context, await asyncio.to_thread(with_virtual_ids, context, media, self._images)
+            return context, *await asyncio.to_thread(read)
         except (LudusError, ValueError) as error:
             raise EngineError(f"an image cannot be shown: {error}", retriable=False) from error
 

@@ -19,6 +19,7 @@ from ludus.kernels import paged_decode, paged_prefill, rotate_and_store
 from ludus.kernels.layers import store_kv
 from ludus.model.attention import (
     AttentionParams,
+    LookAhead,
     StackedAttentionContext,
     attend,
     attend_once,
@@ -174,6 +175,8 @@ class PagedBatch:
     """[R] How many tokens each row's context has, the new ones included."""
     block_tables: Ints
     """[R, P] The blocks of each row, in order; what lies beyond its context is never read unmasked."""
+    ahead: LookAhead | None = None
+    """What the new tokens see, where that is more than themselves and what is before them."""
 
 
 @dataclass(slots=True)
@@ -189,13 +192,18 @@ class _PaddedRows:
     """[rows, blocks per row]"""
     positions: Tensor
     """[rows, width] positions of the queries within their contexts."""
+    ahead: LookAhead | None = None
+    last: Tensor | None = None
+    """[rows, width] the last position that each query sees, where that is not its own."""
     masks: dict[object, Tensor] = field(default_factory=dict)
     biases: dict[object, Tensor] = field(default_factory=dict)
     pieces: dict[int, Tensor] = field(default_factory=dict)
 
     def mask(self, params: AttentionParams) -> Tensor:
         if params.reach not in self.masks:
-            self.masks[params.reach] = positional_mask(self.positions, self.length, params)
+            sees_ahead = self.ahead is not None and self.ahead.holds(params)
+            last = self.last if sees_ahead else None
+            self.masks[params.reach] = positional_mask(self.positions, self.length, params, last)
         return self.masks[params.reach]
 
     def bias(self, params: AttentionParams, dtype: torch.dtype) -> Tensor:
@@ -233,6 +241,9 @@ class PagedContext:
             # Padding repeats a row's last query; whichever copy is read back, the result is the same.
             back_T[index] = base + np.arange(len(index))
             base += len(index)
+            last: Tensor | None = None
+            if batch.ahead is not None:
+                last = torch.from_numpy(batch.ahead.last_T[index].reshape(-1, width)).to(device)
             self._groups.append(
                 _PaddedRows(
                     rows=len(chosen),
@@ -241,6 +252,8 @@ class PagedContext:
                     index=torch.from_numpy(index).to(device),
                     blocks=torch.from_numpy(batch.block_tables[chosen, :blocks]).to(device),
                     positions=torch.from_numpy(lengths - counts + offsets).to(device),
+                    ahead=batch.ahead,
+                    last=last,
                 )
             )
         self._back = torch.from_numpy(back_T).to(device)

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,9 @@ from ludus.core.generation import Completion, FinishReason, OnTokens, Sampling, 
 from ludus.core.messages import MediaSpan
 from ludus.engine.embedded.block_manager import BlockTable
 from ludus.remote.limits import Wait
+
+if TYPE_CHECKING:
+    from ludus.model.image_layout import ContextLayout
 
 
 class ReplyFuture:
@@ -279,6 +282,8 @@ class Request:
     """Which tokens of the vocabulary the context has, for a repetition penalty."""
     images: tuple[MediaSpan, ...] = ()
     """The images of the prompt."""
+    layout: ContextLayout | None = None
+    """Positions and runs of the prompt's images, where these are not those of text."""
     placeholder: int = 0
     """The token that stands for a part of an image."""
     logprobs: list[float] = field(default_factory=list)
@@ -306,6 +311,10 @@ class Request:
     def unscheduled(self) -> int:
         """How many tokens, known or in flight, are not scheduled yet."""
         return len(self.tokens) + self.in_flight - self.block_table.length
+
+    def whole(self, count: int) -> int:
+        """About `count` of its next tokens, such that no image is cut whose tokens see each other."""
+        return count if self.layout is None else self.layout.whole(self.block_table.length, count)
 
     def accept(self, token: int, logprob: float) -> tuple[FinishReason, str | None] | None:
         """Add a sampled token; why the request is finished, if it is."""

@@ -29,7 +29,8 @@ from ludus.engine.config import EngineStats
 from ludus.engine.embedded.cuda.kv_cache import KVShape, StaticKVCache
 from ludus.engine.embedded.paged_attention import KVCache, PagedBatch, PagedContext, TorchKVCache
 from ludus.engine.embedded.request import Chunk
-from ludus.model.forward import head_logits, hidden_states
+from ludus.model.attention import LookAhead
+from ludus.model.forward import DecoderInputs, head_logits, hidden_states
 from ludus.model.hf_model import context_limit, device_of
 from ludus.model.images import VIRTUAL, embedded_parts, forget_features, images_of
 
@@ -116,7 +117,7 @@ class TorchModelRunner:
         hidden_TH = hidden_states(
             self._model,
             ids_T,
-            torch.from_numpy(positions).to(device),
+            torch.from_numpy(rotary_positions(chunks, positions)).to(device),
             context,
             embedded_chunks(self._model, chunks, ids_T),
         )
@@ -148,7 +149,7 @@ class TorchModelRunner:
         """Nothing here is kept."""
 
 
-def embedded_chunks(model: nn.Module, chunks: Sequence[Chunk], ids_T: Tensor) -> Tensor | None:
+def embedded_chunks(model: nn.Module, chunks: Sequence[Chunk], ids_T: Tensor) -> DecoderInputs | None:
     """Input embeddings of chunks with images; None where there are no images."""
     processor = images_of(model)
     if processor is None or not any(chunk.request.images for chunk in chunks):
@@ -261,11 +262,45 @@ def flat_batch(
     blocks_T = block_tables[np.repeat(rows_R, counts_R), positions_T // block_size]
     slots_T = blocks_T * block_size + positions_T % block_size
     width = -(-int(lengths_R.max()) // block_size)
-    batch = PagedBatch(slots_T, counts_R, lengths_R, block_tables[rows_R, :width])
+    ahead = _look_ahead(chunks, positions_T)
+    batch = PagedBatch(slots_T, counts_R, lengths_R, block_tables[rows_R, :width], ahead)
     ids_T = np.array(ids)
     if any(chunk.request.images for chunk in chunks):
         ids_T[ids_T >= VIRTUAL] = 0  # features are read there, and no token's embedding
     return ids_T, positions_T, batch
+
+
+def _look_ahead(chunks: Sequence[Chunk], positions_T: npt.NDArray[np.int64]) -> LookAhead | None:
+    """What the tokens of chunks see, where that is more than themselves and what is before them."""
+    layouts = [chunk.request.layout for chunk in chunks]
+    if not any(layout is not None and layout.runs for layout in layouts):
+        return None
+    parts = [
+        np.arange(chunk.start, chunk.stop) if layout is None else layout.last(chunk.start, chunk.stop)
+        for chunk, layout in zip(chunks, layouts, strict=True)
+    ]
+    windows_only = any(layout is not None and layout.windows_only for layout in layouts)
+    return LookAhead(np.concatenate(parts), windows_only)
+
+
+def rotary_positions(
+    chunks: Sequence[Chunk], positions_T: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """[T], or [3, T] where tokens of images have positions in three dimensions, from places [T]."""
+    if all(chunk.request.layout is None for chunk in chunks):
+        return positions_T
+    places = iter(np.split(positions_T, np.cumsum([c.stop - c.start for c in chunks])[:-1]))
+    positions_3T = np.concatenate(
+        [
+            np.broadcast_to(own, (3, len(own)))
+            if (layout := chunk.request.layout) is None
+            else layout.positions(chunk.start, chunk.stop)
+            for chunk, own in zip(chunks, places, strict=True)
+        ],
+        axis=1,
+    )
+    is_text = bool((positions_3T == positions_3T[0]).all())
+    return positions_3T[0] if is_text else positions_3T
 
 
 def sample_with_params(

@@ -3,7 +3,8 @@
 In each step every decoding request gets one token, prompts get chunks of what is left of the token budget
 (chunked prefill), and waiting requests are admitted while there are rows, budget and blocks. When blocks run
 out, the session that has been idle for longest loses its KV first; then the youngest running request is
-preempted: it goes back to the head of the queue and recomputes later.
+preempted: it goes back to the head of the queue and recomputes later. A chunk never ends inside an image whose
+tokens see each other in both directions; it may be larger than the step's budget for that.
 
 Who is next: first come, first served, except that a *long* prompt, one that a whole step cannot finish, lets
 others pass. It gets half of the step (`long_share`), the other half is offered to the requests behind it whose
@@ -118,9 +119,11 @@ class Scheduler:
 
     def _share(self, request: Request, step: StepPlan) -> int:
         """How many tokens of its prompt a request gets before others are asked."""
+        if step.left < 1:  # an image that cannot be cut took more
+            return 0
         if request.unscheduled > step.room:
-            return math.ceil(step.left * self.long_share)
-        return min(request.unscheduled, step.left)
+            return request.whole(math.ceil(step.left * self.long_share))
+        return request.whole(min(request.unscheduled, step.left))
 
     def _prefill(self, request: Request, count: int, step: StepPlan) -> None:
         """Schedule so many tokens of a prompt, whose blocks are there."""
@@ -161,7 +164,7 @@ class Scheduler:
         """Give the step's leftover tokens to the long prompt. Never preempts."""
         chunk = step.chunks[place]
         request = chunk.request
-        count = min(request.unscheduled, step.left)
+        count = request.whole(min(request.unscheduled, step.left))
         while not self.block_manager.grow(request.block_table, chunk.stop + count):
             if not self._evict_session():
                 return

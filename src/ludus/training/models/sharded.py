@@ -23,11 +23,8 @@ from ludus.core.failures import ConfigError
 from ludus.core.messages import MediaSpan
 from ludus.kernels import on_device, token_logprobs
 from ludus.model import (
-    PackedContext,
     decoder_of,
-    embedded,
     head_logits,
-    hidden_states,
     images_of,
     probe_architecture,
     sampling_mode,
@@ -36,7 +33,7 @@ from ludus.model import (
     use_ludus_attention,
 )
 from ludus.model.fused_model import disable_fused
-from ludus.model.images import forget_features
+from ludus.model.images import forget_features, row_hidden_states
 from ludus.training.config.run import ModelConfig
 from ludus.training.models.gguf import without_progress_bars
 from ludus.training.models.loading import device_of as device_for
@@ -293,8 +290,6 @@ def _scored(
     model: nn.Module, tokens: list[int], media: Sequence[MediaSpan], device: torch.device
 ) -> Tensor:
     tokens_T = torch.tensor(tokens, device=device)
-    row = PackedContext([len(tokens)], device)
-    embedded_TD = embedded(model, tokens_T, media)
-    hidden_TD = hidden_states(model, tokens_T, row.position_ids, row, embedded_TD)
+    hidden_TD = row_hidden_states(model, tokens_T, media)
     logprobs, _ = token_logprobs(head_logits(model, hidden_TD[:-1]), tokens_T[1:], 1.0)
     return logprobs

@@ -161,8 +161,8 @@ class Critic:
     @property
     def _shares(self) -> bool:
         """Whether a prefix that rows share is computed once."""
-        runs = self.model if self.config.kind == "model" else self.policy
-        return self.config.optimizer.share_prefixes and shares_prefixes(runs)
+        runs = [self.policy, self.model] if self.config.kind == "model" else [self.policy]
+        return self.config.optimizer.share_prefixes and all(map(shares_prefixes, runs))
 
     def save(self, folder: Path) -> None:
         """Write it into a checkpoint's folder, beside the policy; where it is sharded, each rank its parts."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ludus.core.failures import LudusError
 from ludus.kernels import (
     arrays_to_device,
     free_memory,
@@ -70,18 +71,26 @@ def packed_states(
     device = batch.tokens_T.device
     if placed is None:
         placed = placed_features(model, batch.images)
-    embedded_D = with_features(model, batch.tokens_T, placed)
-    if batch.fold is None:
-        packed = PackedContext(batch.lengths, device)
-        return hidden_states(model, batch.tokens_T, packed.position_ids, packed, embedded_D), None
-    index_T, source_U = (
-        arrays_to_device([one], device)[0] for one in (batch.fold.index_T, batch.fold.source_U)
-    )
-    forest = ForestContext(batch.fold.lengths, batch.fold.parents, device)
-    tokens_U = batch.tokens_T.index_select(0, source_U)
-    if embedded_D is not None:
-        embedded_D = embedded_D.index_select(0, source_U)
-    return hidden_states(model, tokens_U, forest.position_ids, forest, embedded_D), index_T
+    spatial_3T = None if placed is None else placed.positions(batch.lengths)
+    ahead = None if placed is None else placed.ahead(len(batch.tokens_T))
+    fold = batch.fold
+    if fold is None:
+        tokens_U, index_T, placed_U = batch.tokens_T, None, placed
+        context = PackedContext(batch.lengths, device, ahead)
+    elif ahead is not None:
+        raise LudusError("tokens of images that see each other are not computed by shared prefixes")
+    else:
+        index_T, source_U = (arrays_to_device([one], device)[0] for one in (fold.index_T, fold.source_U))
+        tokens_U = batch.tokens_T.index_select(0, source_U)
+        placed_U = None if placed is None else placed.folded(fold.index_T)
+        spatial_3T = None if spatial_3T is None else spatial_3T[:, fold.source_U]
+        context = ForestContext(fold.lengths, fold.parents, device)
+    if spatial_3T is None:
+        positions = context.position_ids
+    else:
+        positions = arrays_to_device([np.ascontiguousarray(spatial_3T)], device)[0]
+    inputs = with_features(model, tokens_U, placed_U)
+    return hidden_states(model, tokens_U, positions, context, inputs), index_T
 
 
 def at_places(values_U: Tensor, index_T: Tensor | None, place_A: Tensor) -> Tensor:

@@ -125,9 +125,11 @@ class DecodeStep:
         blocks: Ints,
         sampling_inputs: tuple[Array, Array],
         keeps_logits: bool,
+        shifts: Ints | None = None,
     ) -> Tensor | None:
         """Launch a step that computes the last token of each row at `positions`, in these blocks.
 
+        `shifts` are added to make rotary positions, behind images that take fewer than they have tokens.
         `sampling_inputs` are temperatures and uniform numbers. With `keeps_logits` nothing is sampled, and the
         rows' logits are returned.
         """
@@ -142,7 +144,7 @@ class DecodeStep:
         host, count = self._inputs.hosts[copy], len(rows)
         self._idle(host, count)
         host["rows"][:count] = rows
-        host["positions"][:count] = positions
+        host["positions"][:count] = positions if shifts is None else positions + shifts
         host["lengths"][:count] = positions + 1
         host["slots"][:count] = blocks * size + positions % size
         host["entries"][:count] = rows * self._state.block_tables.shape[1] + positions // size

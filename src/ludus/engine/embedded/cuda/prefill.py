@@ -22,7 +22,13 @@ from ludus.engine.embedded.cuda.graphs import GraphShape, StepGraphs, wide_enoug
 from ludus.engine.embedded.cuda.kv_cache import StaticKVCache
 from ludus.engine.embedded.paged_attention import PrefillContext
 from ludus.engine.embedded.request import Chunk
-from ludus.engine.embedded.runner import embedded_chunks, flat_batch, sample_chunks, score
+from ludus.engine.embedded.runner import (
+    embedded_chunks,
+    flat_batch,
+    rotary_positions,
+    sample_chunks,
+    score,
+)
 from ludus.kernels import sample_at_temperature
 from ludus.kernels.device import Array, StagingBuffers, arrays_to_device
 from ludus.model.forward import head_logits, hidden_states
@@ -50,6 +56,7 @@ class PrefillBatch:
     """The chunks that sample a token."""
     ids_T: Array
     positions_T: Array
+    """[3, T] where there are images whose tokens have positions in three dimensions."""
     slots_T: Array
     rows_R: Array
     lengths_R: Array
@@ -101,7 +108,7 @@ def prefill_batch(
         chunks=chunks,
         sampling_chunks=sampling_chunks,
         ids_T=ids_T,
-        positions_T=positions_T,
+        positions_T=rotary_positions(chunks, positions_T),
         slots_T=flat.slots,
         rows_R=rows_R,
         lengths_R=flat.lengths.astype(np.int32),

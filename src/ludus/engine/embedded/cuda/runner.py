@@ -38,7 +38,8 @@ from ludus.kernels import sample_at_temperature, unavailable
 from ludus.kernels.device import on_device
 from ludus.model.forward import head_logits, hidden_states, stock_hidden_states
 from ludus.model.hf_model import device_of, sampling_mode
-from ludus.model.images import forget_features
+from ludus.model.image_layout import both_ways, has_rope_index
+from ludus.model.images import forget_features, images_of
 from ludus.model.kv_layers import kv_layers
 from ludus.model.packed_attention import PackedContext
 from ludus.model.probes import agree_up_to_rounding, computed_in_float32, probe_tokens
@@ -72,6 +73,7 @@ class CudaModelRunner:
         parts = StepParts(model, kv_cache, state, self._decode, self._graphs)
         self._prefill = PrefillStep(parts, self._row_sampling, self._copies)
         self._known: object = None
+        self._has_rope_index = has_rope_index(model)
 
     def launch(self, chunks: Sequence[Chunk], block_tables: Ints, blocks: int) -> InFlightStep:
         """Launch a step, once the step `lookahead + 1` before it has been collected."""
@@ -113,7 +115,13 @@ class CudaModelRunner:
         blocks = block_tables[rows, positions // self._kv_cache.block_size]
         is_truncated = self._row_sampling.has_truncated(rows)
         sampling_inputs = self._row_sampling.at(rows, positions + 1)
-        logits = self._decode.launch(copy, rows, positions, blocks, sampling_inputs, is_truncated)
+        shifts: Ints | None = None
+        if self._has_rope_index:
+            layouts = [chunk.request.layout for chunk in chunks]
+            shifts = np.array([0 if one is None else one.shift for one in layouts])
+        logits = self._decode.launch(
+            copy, rows, positions, blocks, sampling_inputs, is_truncated, shifts
+        )
         if logits is not None:
             self._decode.store_host(0, rows, sample_chunks(logits, chunks))
         return is_truncated
@@ -203,6 +211,8 @@ def usable_kv_shape(model: nn.Module, block_size: int) -> KVShape | str:
     device = device_of(model)
     if device.type == "cuda" and (reason := unavailable(device)) is not None:
         return reason
+    if both_ways(model) is not None and images_of(model) is not None:
+        return "the tokens of an image see each other in both directions, which the paged kernels do not know"
     try:
         with on_device(device):
             shape = kv_shape(model)
