@@ -176,7 +176,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def started(folder: Path, *command: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    places = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, *command], cwd=folder, env=environment, text=True, stderr=subprocess.PIPE,
         start_new_session=True,
