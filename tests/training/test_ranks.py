@@ -96,6 +96,18 @@ def imitate(learner: Learner, batch: Batch, budget: int) -> dict[str, float]:
     return learner.step(packs, imitation)
 
 
+def adapted_model() -> nn.Module:
+    return add_adapter(tiny_model(), LoraConfig(rank=4), "a tiny model", 0)
+
+
+def reference_of(ranks: CalledRanks, policy: nn.Module, adapted: bool) -> nn.Module:
+    """The weights that it begins with: of an adapted model, those without the adapter."""
+    if not adapted:
+        return ranks.shard(frozen(tiny_model()))
+    made: nn.Module = ranks.make(AdapterReference, policy, None)
+    return made
+
+
 LENGTHS = [[5, 9, 30, 7, 12, 3, 22, 17], [40], [2, 3], [8, 8, 8, 8, 8, 8, 8], [31, 4, 4, 4, 4]]
 
 
@@ -222,17 +234,18 @@ def test_rl_on_two_ranks(pair: CalledRanks, settings: dict[str, Any], kind: Any)
     on_both(work, pair)
 
 
+@pytest.mark.parametrize("adapted", [False, pytest.param(True, marks=SLOW)])
 @pytest.mark.parametrize("algorithm", ["grpo", "tree_grpo"])
-def test_trees_on_two_ranks(pair: CalledRanks, algorithm: str) -> None:
+def test_trees_on_two_ranks(pair: CalledRanks, algorithm: str, adapted: bool) -> None:
     """Shared turns are trained once on every rank, also where the attempt that sampled them is masked."""
     config = RLConfig.parse({"algorithm": algorithm, "kl": 0.1, "broken": {"no_answer": "mask"}})
     batches = [branched(tiny_model(), seed=seed) for seed in range(3)]
     batches[1] = replace(batches[1], masked=frozenset({(0, 0), (1, 0), (2, 3)}))
 
     def work(ranks: CalledRanks) -> tuple[list[dict[str, float]], nn.Module]:
-        model = tiny_model()
+        model = adapted_model() if adapted else tiny_model()
         policy, learner = learner_on(ranks, model, max_gradient_norm=1e9)
-        reference = ranks.shard(frozen(tiny_model()))
+        reference = reference_of(ranks, policy, adapted)
         rows = [
             ranks.run(policy_update, learner, batch, config, reference=reference, critic=None)
             for batch in batches
@@ -304,24 +317,21 @@ def test_shared_prefixes_without_memory_on_two_ranks(pair: CalledRanks) -> None:
     on_both(lambda ranks: sharing_steps(ranks, 120 if ranks is pair else None), pair)
 
 
+@pytest.mark.parametrize("adapted", [False, pytest.param(True, marks=SLOW)])
 @pytest.mark.parametrize("loss", ["dpo", pytest.param("kto", marks=SLOW)])
-def test_preferences_on_two_ranks(pair: CalledRanks, loss: Any) -> None:
+def test_preferences_on_two_ranks(pair: CalledRanks, loss: Any, adapted: bool) -> None:
     pairs = pairs_of(played(tiny_model(), seed=3).groups)
     config = PreferenceConfig(loss=loss)
 
     def work(ranks: CalledRanks) -> tuple[list[dict[str, float]], nn.Module]:
-        model = tiny_model()
+        model = adapted_model() if adapted else tiny_model()
         policy, learner = learner_on(ranks, model)
-        reference = ranks.shard(frozen(tiny_model()))
+        reference = reference_of(ranks, policy, adapted)
         rows = [ranks.run(prefer, learner, pairs, reference, config) for _ in range(3)]
         ranks.publish(policy, model)
         return rows, model
 
     on_both(work, pair)
-
-
-def adapted_model() -> nn.Module:
-    return add_adapter(tiny_model(), LoraConfig(rank=4), "a tiny model", 0)
 
 
 @pytest.mark.parametrize("follows", [pytest.param(False, marks=SLOW), True])
