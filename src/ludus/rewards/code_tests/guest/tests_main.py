@@ -295,7 +295,7 @@ def define_rest(source: str, namespace: Namespace) -> None:
             continue
         try:
             exec(compile(ast.Module([node], []), TESTS_FILE, "exec"), namespace)
-        except BaseException:  # noqa: BLE001, S112 - then it stays undefined, and who uses it fails
+        except BaseException:  # noqa: BLE001, S112 - then it stays undefined, and its use fails
             continue
 
 
