@@ -248,6 +248,13 @@ TRAINING_METRICS: tuple[Metric, ...] = (
            "those without advantage included.", "tokens", "sum"),
     Metric("prefix_sharing", "Tokens of the trained rows that no pass computed because another row of the same "
            "micro-batch begins with the same ones, over all tokens of these rows (`share_prefixes`).", "share"),
+    Metric("experts/entropy", "How evenly a mixture of experts spreads the step's tokens: the entropy of each "
+           "layer's share of tokens by expert over its largest value, averaged over layers; 1 is even.",
+           "share"),
+    Metric("experts/load_max", "Tokens of the busiest expert of any layer over an even share.", "share", "max"),
+    Metric("experts/dead", "Share of the experts of all layers that got no token of the step.", "share"),
+    Metric("router_aux_loss", "Load-balancing loss of the routers over the tokens of a pass, before its weight "
+           "(`optimizer.router_aux_loss`).", "loss"),
     Metric("tokens_per_second", "Generated tokens over the wall time of the step.", "tokens/s"),
     Metric("episodes_per_second", "Episodes played over the wall time of the step.", "episodes/s"),
     Metric("time_share/<phase>", "Share of the step's wall time that a phase took. Training is "

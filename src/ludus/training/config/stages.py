@@ -70,6 +70,8 @@ class OptimizerConfig(Config):
     """GiB that a pass may keep for its backward pass; "auto": what is free. Layers are recomputed to fit."""
     share_prefixes: bool = True
     """Compute a prefix that several rows of a pass begin with once; on a GPU only with flash attention."""
+    router_aux_loss: float = Field(default=0.0, ge=0)
+    """Weight of the routers' load-balancing loss in a mixture of experts (docs/models.md); 0 leaves it out."""
 
     @model_validator(mode="after")
     def _has_effect(self) -> OptimizerConfig:

@@ -239,11 +239,18 @@ def is_adapted(model: nn.Module) -> bool:
 def add_adapter(model: nn.Module, config: LoraConfig, base: str, seed: int) -> nn.Module:
     """The model with a new adapter, which changes nothing yet. `base` is what the model is loaded by."""
     peft = require_peft()
+    modules, parameters = _targets(model, config)
+    if parameters and config.dropout:
+        raise ConfigError(
+            f"model.lora.dropout = {config.dropout:g}, and {parameters[0]} belongs to experts, whose adapters "
+            "have no dropout in peft: set it to 0, or leave experts out of model.lora.targets"
+        )
     settings = peft.LoraConfig(
         r=config.rank or RANK,
         lora_alpha=config.alpha or ALPHA,
         lora_dropout=config.dropout,
-        target_modules=_targets(model, config),
+        target_modules=modules,
+        target_parameters=parameters or None,
         task_type="CAUSAL_LM",
     )
     print_of_base = fingerprint(model)
@@ -296,7 +303,10 @@ def _compare(adapted: Any, config: LoraConfig, folder: Path) -> None:
     """Refuse a recipe that says something else about an adapter than it is."""
     settings = adapted.peft_config["default"]
     layers = {n.rpartition(".lora_")[0] for n, _ in adapter_parameters(adapted)}
-    found = (settings.r, settings.lora_alpha, {name.rpartition(".")[2] for name in layers})
+    # a layer of experts has an adapter for each of its parameters, and the wrappers have no names of their own
+    wrapped = {name for name in layers if hasattr(adapted.get_submodule(name), "parameter_name")}
+    names = {*(layers - wrapped), *(settings.target_parameters or ())}
+    found = (settings.r, settings.lora_alpha, {name.rpartition(".")[2] for name in names})
     named = config.targets != "all-linear"  # which says nothing of a saved one
     targets = {target.rpartition(".")[2] for target in config.targets} if named else found[2]
     if (config.rank or found[0], config.alpha or found[1], targets) != found:
@@ -330,28 +340,38 @@ def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, p) for name, p in model.named_parameters() if "lora_" in name)
 
 
-def _targets(model: nn.Module, config: LoraConfig) -> list[str]:
-    """The last parts of the layers' names. The head and the embeddings are left as they are."""
+def _targets(model: nn.Module, config: LoraConfig) -> tuple[list[str], list[str]]:
+    """What peft calls target modules and target parameters: the last parts of the layers' names, and the whole
+    names of matrices of experts, which are one parameter together. Head and embeddings are left as they are."""
     from transformers.pytorch_utils import Conv1D
 
     # by what they compute: a router of experts may be a linear layer by name and give something else
     products = (nn.Linear.forward, Conv1D.forward)
-    names = {name for name, m in decoder_of(model).named_modules() if type(m).forward in products}
+    decoder = decoder_of(model)
+    names = {name for name, m in decoder.named_modules() if type(m).forward in products}
     known = sorted({name.rpartition(".")[2] for name in names})
     if config.targets == "all-linear":
-        # a number, as a list of layers has them, would name layers of other kinds too
-        says_which = _is_alone(model) and not any(map(str.isdigit, known))
-        return known if says_which else _within_decoder(model, names)
+        return known if _is_alone(model) else _within_decoder(model, names), []
+    experts = {name for name, p in decoder.named_parameters() if _is_experts(name, p)}
+    more = sorted({".".join(name.split(".")[-2:]) for name in experts})
     for target in config.targets:
-        if not any(name == target or name.endswith(f".{target}") for name in names):
+        if not any(name == target or name.endswith(f".{target}") for name in names | experts):
             raise ConfigError(
                 f"model.lora.targets names {target!r}, and the decoder has no linear layer of that name; "
-                f"it has {', '.join(known)}"
+                f"it has {', '.join([*known, *more])}"
             )
-    if _is_alone(model):
-        return sorted(config.targets)
-    chosen = {n for n in names if any(n == t or n.endswith(f".{t}") for t in config.targets)}
-    return _within_decoder(model, chosen)
+    chosen, parameters = (
+        {n for n in all_ if any(n == t or n.endswith(f".{t}") for t in config.targets)}
+        for all_ in (names, experts)
+    )
+    linear = [t for t in config.targets if any(n == t or n.endswith(f".{t}") for n in names)]
+    modules = sorted(linear) if _is_alone(model) else _within_decoder(model, chosen)
+    return modules, _within_decoder(model, parameters)
+
+
+def _is_experts(name: str, parameter: nn.Parameter) -> bool:
+    """Whether this has a matrix for each expert of a layer."""
+    return parameter.ndim == 3 and "experts" in name.split(".")
 
 
 def _is_alone(model: nn.Module) -> bool:

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ludus.core.failures import LudusError
+from ludus.core.failures import ConfigError, LudusError
 from ludus.core.random import key
 from ludus.kernels import is_out_of_memory, on_device
 from ludus.training.config.stages import OptimizerConfig
@@ -29,6 +29,7 @@ from ludus.training.optim.accumulation import GradientAccumulator, MicroBatchSpl
 from ludus.training.optim.logprobs import action_logprobs, logprobs_of, shares_prefixes
 from ludus.training.optim.memory import MemoryBudget
 from ludus.training.optim.optimizers import lr_factor, optimizer_for
+from ludus.training.optim.routing import AUX_LOSS, Routers
 from ludus.training.optim.shard_files import UnsavedError, read_shards, write_shards
 from ludus.training.optim.sharding import (
     RankGroup,
@@ -51,6 +52,9 @@ Objective = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, Metrics]]
 class Updater:
     """Owns the updates of a module's parameters; a policy's and a critic's alike."""
 
+    balances_experts = False
+    """Whether the routers' auxiliary loss is part of what is minimised."""
+
     def __init__(
         self, model: nn.Module, config: OptimizerConfig, total_steps: int, seed: int = 0
     ) -> None:
@@ -67,6 +71,11 @@ class Updater:
         self._splitter = MicroBatchSplitter(config.micro_batch_tokens)
         self._memory = MemoryBudget(model, config.activation_memory)
         self._modules = list(model.modules())
+        if config.router_aux_loss and not self.balances_experts:
+            raise ConfigError(
+                "router_aux_loss has an effect on a policy alone: leave it out of this optimizer"
+            )
+        self._routers = Routers(model, config.router_aux_loss)
         self._dropout = SeededDropout(model, self.device, seed, self.group.rank)
 
     def clear_gradients(self) -> None:
@@ -109,6 +118,7 @@ class Updater:
         if not all(module.training for module in self._modules):  # setting it takes longer than asking
             self.model.train()
         self.clear_gradients()
+        self._routers.forget()
         self.optimizer.masters.adopt_changes()
         rows: list[dict[str, Tensor]] = []
         rounds: list[Round] = []
@@ -125,7 +135,7 @@ class Updater:
                             shrinks = learns and self._can_shrink(given, error)
                             self._splitter.retry(given, error, needs_less=shrinks)
                     has_gradient |= learns and bool(rows)
-            shared = _prefix_sharing(rounds)
+            shared = _prefix_sharing(rounds) | self._routers.step_metrics(self.group)
             metrics = _step_metrics(rows, self.group) | shared if limits or not has_gradient else {}
             if not has_gradient or any(metrics[name] > most for name, most in (limits or {}).items()):
                 self.clear_gradients()
@@ -155,6 +165,7 @@ class Updater:
         if learns:
             torch.autograd.backward(total)
         self.group.agree()  # that all ranks have got to the end of it
+        self._routers.keep(counts)
         return row
 
     def _can_shrink(self, given: Round, error: RuntimeError) -> bool:
@@ -215,6 +226,8 @@ class Updater:
 class Learner(Updater):
     """A policy's optimizer steps, whatever the objective: SFT, policy gradient, preference or distillation."""
 
+    balances_experts = True
+
     def __init__(
         self,
         model: nn.Module,
@@ -238,8 +251,13 @@ class Learner(Updater):
         """One optimizer step on an objective of the trained tokens' log-probabilities."""
 
         def loss(batch: MicroBatch) -> tuple[Tensor, Metrics]:
-            logprobs_A, entropy_A = action_logprobs(self.model, batch, self.temperature)
+            with self._routers.reading() as routing:
+                logprobs_A, entropy_A = action_logprobs(self.model, batch, self.temperature)
             loss_A, metrics = objective(logprobs_A, entropy_A, batch)
+            if self.config.router_aux_loss:
+                balance = routing.balance_loss()  # the weights of a step's tokens sum to 1
+                loss_A = loss_A + self.config.router_aux_loss * balance
+                metrics[AUX_LOSS] = balance.detach().expand_as(entropy_A)
             return loss_A, {"entropy": entropy_A, **metrics}
 
         return self.optimizer_step(batches, loss, at=at, measured=measured, limits=limits)
