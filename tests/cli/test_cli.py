@@ -595,10 +595,14 @@ def test_a_run_of_imitation_alone_has_a_table_a_curve_and_a_next_that_works(proj
     assert "loss at the end" in said
     report = (project / "imitated" / "report.md").read_text()
     assert "loss at the end" in report and "held-out tasks" not in report, "no empty table"
-    (following,) = [line for line in said.splitlines() if line.startswith("  watch it play")]
-    words = following.removeprefix("  watch it play").split()
-    assert words[:2] == ["ludus", "rollout"]
-    ludus(*(word.replace("RECIPE", "recipe.toml") for word in words[1:]), "--show", "0")
+    for label, name, more in (
+        ("watch it play", "rollout", ["--show", "0"]),
+        ("use it elsewhere", "export", []),
+    ):
+        (following,) = [line for line in said.splitlines() if line.startswith(f"  {label}")]
+        words = following.removeprefix(f"  {label}").split()
+        assert words[:2] == ["ludus", name]
+        ludus(*(word.replace("RECIPE", "recipe.toml") for word in words[1:]), *more)
 
 
 WAITING = """

@@ -189,7 +189,7 @@ def test_a_stopped_study_goes_on_by_the_same_command(number: signal.Signals) -> 
     process.send_signal(number)
     _, errors = process.communicate()
     assert number == signal.SIGKILL or (
-        process.returncode == 130 and f"ludus train --resume {folder}" in errors
+        process.returncode == 128 + number and f"ludus train --resume {folder}" in errors
     )
     kept = first.metrics_path.read_bytes()
     process = Started(COMMAND, *command)

@@ -1,7 +1,7 @@
-"""Make the pictures of docs/viewer.md: python tests/viewer/screenshots.py RUNS.
+"""Make the pictures of docs/viewer.md: python tests/viewer/screenshots.py RUNS [PAGE ...].
 
-RUNS holds helpdesk-001, tickets-001 to tickets-003 (seeds), safe-001 and babyai-001. Needs Chromium,
-playwright and Pillow.
+RUNS holds helpdesk-001, tickets-001 to tickets-003 (seeds), and for the pages `replay` and `tokens` babyai-001
+and safe-001. Needs Chromium, playwright and Pillow.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from viewer_runs import running_viewer
 
 IMAGES = Path(__file__).parent.parent.parent / "docs" / "images"
 LAPTOP, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 780}
+TALL = {"width": 1280, "height": 1130}
 STEP = "helpdesk-001/step-000016.parquet"
 PAIRED = "a_run=tickets-001&a_split=eval&a_step=300&b_run=tickets-001&b_split=eval&b_step=320"
 PAGES = {
     "runs": ("/", LAPTOP, "dark"),
-    "run": ("/run/tickets-001?smooth=0.4&with=tickets-002&with=tickets-003", LAPTOP, "light"),
+    "run": ("/run/tickets-001?smooth=0.4&with=tickets-002&with=tickets-003", TALL, "light"),
     "episodes": ("/episodes?run=helpdesk-001&faulted=stock", LAPTOP, "light"),
     "replay": ("/episode/{babyai}", LAPTOP, "dark"),
     "tokens": ("/episode/{safe}?view=tokens&colour=entropy", LAPTOP, "dark"),
@@ -31,7 +32,7 @@ PAGES = {
 }  # fmt: skip
 
 
-def main(root: Path) -> None:
+def main(root: Path, *names: str) -> None:
     from PIL import Image
     from playwright.sync_api import sync_playwright
 
@@ -44,6 +45,8 @@ def main(root: Path) -> None:
         viewer.settled()
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         for name, (path, size, scheme) in PAGES.items():
+            if names and name not in names:
+                continue
             for run in ("babyai", "safe"):
                 if f"{{{run}}}" in path:
                     split = "train" if run == "safe" else "eval"
@@ -64,16 +67,12 @@ def main(root: Path) -> None:
                 form.get_by_label("to", exact=True).fill("5")
                 form.get_by_role("button").click()
                 page.locator(".message.tool").wait_for()
-            if name == "run":
-                page.evaluate("() => window.scrollTo(0, 330)")
             page.wait_for_timeout(300)
             picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
-            picture.quantize(96, dither=Image.Dither.NONE).save(
-                IMAGES / f"viewer-{name}.png", optimize=True
-            )
+            picture.save(IMAGES / f"viewer-{name}.png", optimize=True)
             page.close()
         browser.close()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -160,6 +160,8 @@ def show_ending(console: Console, result: Result, recipe: Recipe) -> None:
         ("look inside", f"ludus view {result.run.path.parent}"),
         ("what still goes wrong", f"ludus show {run} --wrong"),
         ("watch it play", watch),
+        ("talk to it", f"ludus serve model {run}"),
+        ("use it elsewhere", f"ludus export {run}"),
     ]
     if (longer := longer_command(recipe, run)) is not None:
         steps.append(("go on training", longer))
