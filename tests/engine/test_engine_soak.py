@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from engine_models import VOCABULARY, make, plain_logprobs
+from state_models import make_stateful
 from transformers import PreTrainedModel
 
 from ludus.core import Completion, Sampling
 from ludus.engine import EngineCore, Request
+from ludus.engine.embedded.state_cache import StateBlockManager
 from ludus.model import use_ludus_attention
 
 SESSIONS = [f"s{i}" for i in range(5)]
@@ -31,9 +33,11 @@ def _is_greedy(model: PreTrainedModel, context: list[int], answer: Completion) -
 class History:
     """A worker, and somebody who asks it for one thing after another."""
 
-    def __init__(self, seed: int, is_static: bool, lookahead: int) -> None:
+    def __init__(self, seed: int, is_static: bool, lookahead: int, stateful: str | None = None) -> None:
         self.random = random.Random(seed)
-        self.model = make("mistral" if seed % 2 else "llama")
+        self.model = (
+            make("mistral" if seed % 2 else "llama") if stateful is None else make_stateful(stateful)
+        )
         use_ludus_attention(self.model)
         self.worker = EngineCore(
             self.model,
@@ -43,6 +47,7 @@ class History:
             tokens_per_step=9,
             is_static=is_static,
             lookahead=lookahead,
+            slots=self.random.randint(4, 8),
         )
         self.contexts: dict[str, list[int]] = {}
         self.busy: dict[str, list[int]] = {}
@@ -97,7 +102,14 @@ class History:
             self.worker.update_weights()
         elif self.worker.has_work:
             self.worker.step()
-        self.worker.scheduler.block_manager.pool.check()
+        self.check()
+
+    def check(self) -> None:
+        scheduler = self.worker.scheduler
+        scheduler.block_manager.pool.check()
+        if isinstance(scheduler.block_manager, StateBlockManager):
+            held = [*scheduler.running, *scheduler.waiting, *scheduler.sessions.values()]
+            scheduler.block_manager.check_slots([one.block_table for one in held])
 
     def end(self) -> None:
         while self.worker.has_work:
@@ -105,6 +117,7 @@ class History:
         assert not self.busy
         for session in SESSIONS:
             self.worker.scheduler.release(session)
+        self.check()
         pool = self.worker.scheduler.block_manager.pool
         assert pool.available == pool.blocks
 
@@ -119,6 +132,24 @@ PLAIN, STATIC, AHEAD = KINDS = (False, 0), (True, 0), (True, 1)
 )
 def test_every_answer_is_what_the_model_alone_would_say(seed: int, steps: tuple[bool, int]) -> None:
     history = History(seed, *steps)
+    for _ in range(260):
+        history.act()
+    history.end()
+    assert history.answered > 20
+
+
+@pytest.mark.parametrize(
+    ("seed", "family"),
+    [(0, "qwen3_5"), (1, "lfm2")]
+    + [
+        pytest.param(seed, family, marks=pytest.mark.slow)
+        for seed in range(2, 12)
+        for family in ("qwen3_5", "lfm2", "bamba", "mamba2")
+    ],
+)
+def test_states_are_those_of_their_tokens_through_any_history(seed: int, family: str) -> None:
+    """With fewer slots than sessions and requests need: snapshots go, sessions go, requests wait."""
+    history = History(seed, is_static=False, lookahead=0, stateful=family)
     for _ in range(260):
         history.act()
     history.end()

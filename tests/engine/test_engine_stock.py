@@ -15,10 +15,10 @@ from transformers import (
     GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
 )
 
 from ludus.core import ConfigError, Sampling
@@ -98,10 +98,10 @@ def test_a_window_that_only_the_mask_knows_is_refused() -> None:
 
 
 def test_a_model_without_attention_is_refused() -> None:
-    model = MambaForCausalLM(
-        MambaConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1, state_size=4)
+    model = RwkvForCausalLM(
+        RwkvConfig(vocab_size=97, hidden_size=16, num_hidden_layers=2, attention_hidden_size=16)
     )
-    with pytest.raises(ConfigError, match="Mamba"):
+    with pytest.raises(ConfigError, match="Rwkv"):
         use_ludus_attention(model.eval())
 
 

@@ -568,10 +568,12 @@ def test_other_people_s_adapters_have_a_reference_too(
 
 
 def test_what_peft_cannot_adapt_is_told(base: Path) -> None:
-    from transformers import MambaConfig, MambaForCausalLM
+    from transformers import Lfm2Config, Lfm2ForCausalLM
 
     from ludus.training import LoraConfig, add_adapter
 
-    shape = MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=50, state_size=4)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 16}
+    shape = Lfm2Config(hidden_size=16, num_hidden_layers=1, vocab_size=50, layer_types=["conv"], **heads)
+    shape.model_type = "mamba2"  # whose `out_proj` peft refuses, and this one has an `out_proj`
     with pytest.raises(ConfigError, match="peft cannot adapt 'a state-space model'"):
-        add_adapter(MambaForCausalLM(shape), LoraConfig(), "a state-space model", 0)
+        add_adapter(Lfm2ForCausalLM(shape), LoraConfig(), "a state-space model", 0)

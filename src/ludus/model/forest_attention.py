@@ -37,6 +37,7 @@ from ludus.model.packed_attention import (
     paths_of,
     probed_kernel,
 )
+from ludus.model.state_layers import StateCall
 
 # Queries of a padded group that are computed at once, and the most scores of that.
 _CHUNK = 256
@@ -87,6 +88,32 @@ class ForestContext(PackedContext):
         """[1, T]: positions counted from the root."""
         pairs = zip(self._paths, self.lengths, strict=True)
         return self._there(np.concatenate([np.arange(len(p) - n, len(p)) for p, n in pairs]))[None]
+
+    def run_state_layer(self, call: StateCall) -> Tensor:
+        """Each path from a root to a leaf on its own: a state layer computes a shared prefix for every leaf."""
+        self.state_calls += 1
+        groups, back = self._leaf_paths
+        return torch.cat([call.run(*group) for group in groups]).index_select(0, back)[None]
+
+    @cached_property
+    def _leaf_paths(self) -> tuple[list[tuple[Tensor, int, int]], Tensor]:
+        """(places, rows, width) of padded groups of paths, and where each token lies in one of them."""
+        parents = {int(path[-length - 1]) for path, length in self._nodes if len(path) > length}
+        leaves = [path for path, _ in self._nodes if int(path[-1]) not in parents]
+        flat = np.concatenate(leaves)
+        groups: list[tuple[Tensor, int, int]] = []
+        back = np.empty(self.tokens, dtype=np.int64)
+        base = 0
+        lengths = np.asarray([len(path) for path in leaves], dtype=np.int64)
+        for rows, width, index, valid in padded_groups(lengths):
+            groups.append((self._there(flat[index]), rows, width))
+            back[flat[index[valid]]] = base + np.flatnonzero(valid)
+            base += rows * width
+        return groups, self._there(back)
+
+    @property
+    def _nodes(self) -> Iterator[tuple[Ints, int]]:
+        return zip(self._paths, self.lengths, strict=True)
 
     def _kernel(self, flat: Sequence[Tensor], params: AttentionParams) -> Kernel | None:
         return kernel_for(flat[0], flat[1], params, self.longest, True)

@@ -1,4 +1,4 @@
-"""What each layer of a model keeps of a token: how many key heads, of which sizes, or nothing.
+"""What each layer of a model keeps: keys and values of a token (heads and sizes, or none), or a state.
 
 It is found by running one token, without knowledge of architectures: heads may differ by layer (Gemma 4), keys
 and values may have different sizes (latent attention), and a layer may attend to the keys and values of an
@@ -18,6 +18,7 @@ from ludus.model.attention import AttentionParams
 from ludus.model.forward import hidden_states
 from ludus.model.hf_model import sampling_mode
 from ludus.model.probes import probe_tokens
+from ludus.model.state_layers import LayerStates, StateCall, StateShapes, state_layers
 
 Place = tuple[int, int]
 """A layer, and how often it has attended before in this forward pass (some architectures run layers again)."""
@@ -57,12 +58,13 @@ class KVPlaces:
 
 
 class _Recorder:
-    """An attention context that records what each layer keeps, and returns zeros."""
+    """A context for one token that records what each layer keeps; attention returns zeros."""
 
     def __init__(self) -> None:
         self.places = KVPlaces()
         self.found: dict[Place, LayerKV] = {}
         self.shared = 0
+        self.states: StateShapes = {}
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams
@@ -75,11 +77,28 @@ class _Recorder:
             self.found[place] = LayerKV(*sizes, key.dtype, params)
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
+    def run_state_layer(self, call: StateCall) -> Tensor:
+        states = LayerStates()
+        result = call.run(None, 1, 1, states)
+        kept = states.tensors.items()
+        self.states[call.module] = {key: (tensor.shape[1:], tensor.dtype) for key, tensor in kept}
+        return result[None]
+
 
 def kv_layers(model: nn.Module) -> tuple[dict[Place, LayerKV], int]:
     """What is kept by place, and how many layers share another's."""
+    recorder = _recorded(model)
+    return recorder.found, recorder.shared
+
+
+def state_shapes(model: nn.Module) -> StateShapes:
+    """The states that a model's layers keep of a sequence; none for most models."""
+    return _recorded(model).states if state_layers(model) else {}
+
+
+def _recorded(model: nn.Module) -> _Recorder:
     recorder = _Recorder()
     tokens = probe_tokens(model, 1)
     with torch.no_grad(), sampling_mode(model):
         hidden_states(model, tokens, torch.zeros_like(tokens), recorder)
-    return recorder.found, recorder.shared
+    return recorder

@@ -35,6 +35,7 @@ from ludus.model.attention import (
     positional_mask,
     split_by_length,
 )
+from ludus.model.state_layers import StateCall
 
 log = logging.getLogger(__name__)
 
@@ -343,6 +344,7 @@ class PackedContext:
         self.are_even = min(self.lengths) == self.longest
         self.ahead = ahead
         self.calls = 0
+        self.state_calls = 0
         self._masks: dict[tuple[int, object], Tensor] = {}
 
     @property
@@ -373,6 +375,15 @@ class PackedContext:
         if self.are_even:
             return self._attend_evenly(query, key, value, params)
         return self._attend_in_groups(flat, params)
+
+    def run_state_layer(self, call: StateCall) -> Tensor:
+        """Each sequence on its own: a state layer with padding behind the tokens, where it changes nothing."""
+        self.state_calls += 1
+        if self.are_even:
+            return call.run(None, len(self.lengths), self.longest)[None]
+        groups, back = self._groups
+        joined = torch.cat([call.run(group.index, group.rows, group.width) for group in groups])
+        return joined.index_select(0, back)[None]
 
     def _kernel(self, flat: Sequence[Tensor], params: AttentionParams) -> Kernel | None:
         return kernel_for(flat[0], flat[1], params, self.longest)

@@ -50,6 +50,7 @@ from ludus.model.images import (
     with_features,
 )
 from ludus.model.packed_attention import HALF, PackedContext
+from ludus.model.state_layers import StateCall, adopt_state_layers, check_states
 
 _EXACT = 1e-4
 _ROUNDED = 0.05
@@ -168,6 +169,7 @@ def use_ludus_attention(model: nn.Module) -> None:
     decoder_of(model)
     _check_rotation(model)
     _check_sparse(model)
+    adopt_state_layers(model)
     config = text_config(model)
     if config._attn_implementation == NAME:
         return
@@ -201,21 +203,25 @@ def switch_attention(model: nn.Module) -> None:
     config = text_config(model)
     switched = unwrapped(model) if config is unwrapped(model).config else decoder_of(model)
     switched.set_attn_implementation(NAME)
+    adopt_state_layers(model)
 
 
 def probe_architecture(model: nn.Module) -> None:
     """Refuse an architecture that the attention function of Ludus does not fit, of a model without weights.
 
-    A model of two such layers with random weights is probed in its place, on the host.
+    A model of two such layers and one of each other kind, with random weights, is probed in its place, on the
+    host.
     """
     inner = unwrapped(model)
     shallow = copy.deepcopy(inner.config)
     config = shallow.get_text_config()
     layers = config.num_hidden_layers
+    kinds = list(getattr(config, "layer_types", None) or [""] * layers)
+    chosen = [i for i, kind in enumerate(kinds) if i < _PROBED_LAYERS or kind not in kinds[:i]]
     for name, value in vars(config).items():
         if isinstance(value, list) and len(value) == layers:  # one entry for each layer
-            setattr(config, name, value[:_PROBED_LAYERS])
-    config.num_hidden_layers = min(layers, _PROBED_LAYERS)
+            setattr(config, name, [value[i] for i in chosen])
+    config.num_hidden_layers = len(chosen)
     if getattr(config, "num_kv_shared_layers", None):
         config.num_kv_shared_layers = 0  # the layers that share are the last ones
     with torch.random.fork_rng(devices=[]):
@@ -235,17 +241,26 @@ def _warn_if_slow(model: nn.Module) -> None:
 
 
 class _Recorder(PackedContext):
-    """Records how each layer asks to attend."""
+    """Records how each layer asks to attend, and tries the states of those that keep one."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         super().__init__(lengths, device)
         self.params: dict[int, AttentionParams] = {}
+        self.stateful: set[int] = set()
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams
     ) -> Tensor:
         self.params[layer] = params
         return super().attend(layer, query, key, value, params)
+
+    def run_state_layer(self, call: StateCall) -> Tensor:
+        result = super().run_state_layer(call)
+        self.stateful.add(call.layer)
+        if result.dtype == torch.float32:
+            last = torch.arange(self.tokens - self.lengths[-1], self.tokens, device=self.device)
+            check_states(call, last, result[0, last], agree)
+        return result
 
 
 _REACHES: dict[str, Callable[[AttentionParams], bool]] = {
@@ -255,9 +270,14 @@ _REACHES: dict[str, Callable[[AttentionParams], bool]] = {
 }
 
 
-def _check_windows(model: nn.Module, found: dict[int, AttentionParams]) -> None:
+def _check_windows(model: nn.Module, found: dict[int, AttentionParams], stateful: set[int]) -> None:
     """Some architectures put the window into the mask alone, where a few probe tokens never meet it."""
     for layer, kind in enumerate(getattr(text_config(model), "layer_types", None) or ()):
+        if kind not in _REACHES and stateful:
+            if layer not in found:  # a state alone, or no other tokens at all
+                continue
+            if layer in stateful:  # both, side by side
+                kind = "sliding_attention" if "sliding" in kind else "full_attention"
         if kind not in _REACHES:
             raise ConfigError(
                 f"layer {layer} has attention of the kind {kind!r}, which Ludus cannot run. {INSTEAD}"
@@ -343,12 +363,12 @@ def _packed(model: nn.Module, forward: Callable[..., Tensor]) -> Tensor:
     tokens = probe_tokens(model, sum(_PROBE_LENGTHS))
     context = _Recorder(_PROBE_LENGTHS, tokens.device)
     given = forward(model, tokens, context.position_ids, context)
-    if context.calls == 0:
+    if context.calls == context.state_calls == 0:
         raise ConfigError(
             f"{type(unwrapped(model)).__name__} does not attend through the attention interface of "
             "transformers, which is how Ludus tells it what belongs together"
         )
-    _check_windows(model, context.params)
+    _check_windows(model, context.params, context.stateful)
     return given
 
 

@@ -131,6 +131,10 @@ class BlockTable:
     """How many tokens have their keys and values in the blocks, or in steps in flight."""
     hashes: list[bytes] = field(default_factory=list)
     """One for each full block that has been published."""
+    slot: int | None = None
+    """Where its recurrent states are, of a model that has such (`state_cache.py`)."""
+    marks: list[int] = field(default_factory=list)
+    """Lengths at which a snapshot of the states is to be taken, in order."""
 
 
 class BlockManager:
@@ -155,22 +159,32 @@ class BlockManager:
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
-    def reuse(self, tokens: Sequence[int], held: BlockTable, held_tokens: Sequence[int]) -> BlockTable:
+    def begin_step(self) -> None:
+        """A step is planned, and those before it are over or in flight."""
+
+    def can_begin(self, held: BlockTable) -> bool:
+        """Whether a request may begin, as far as more than blocks is needed."""
+        return True
+
+    def chunk(self, table: BlockTable, count: int) -> int:
+        """How many of the next `count` tokens of a prompt one step may compute."""
+        return count
+
+    def reuse(
+        self,
+        tokens: Sequence[int],
+        held: BlockTable,
+        held_tokens: Sequence[int],
+        prompt: int | None = None,
+    ) -> BlockTable | None:
         """A block table with the longest prefix of `tokens` that is held or published; takes `held` over.
 
-        At least the last token is left to compute, because its hidden state is needed.
+        At least the last token is left to compute, because its hidden state is needed. `prompt` is how many of
+        the tokens others may share. None, with `held` as it was, asks for another try in the next step.
         """
-        usable = len(tokens) - 1
-        common = min(common_prefix(tokens, held_tokens), held.length, usable)
+        common = min(common_prefix(tokens, held_tokens), held.length, len(tokens) - 1)
         hashes = list(held.hashes[: common // self.block_size])
-        found: list[int] = []
-        while len(hashes) < usable // self.block_size:  # the published blocks that follow
-            block_hash = self._hash(tokens, len(hashes), hashes)
-            block = self.pool.find(block_hash)
-            if block is None:
-                break
-            found.append(block)
-            hashes.append(block_hash)
+        found = self._published(tokens, hashes)
         if found:
             full = len(hashes) - len(found)
             for block in found:
@@ -179,6 +193,18 @@ class BlockManager:
             self._release(held.blocks[full:])
             return BlockTable(cached + found, len(hashes) * self.block_size, hashes)
         return self._truncated(held, common, hashes)
+
+    def _published(self, tokens: Sequence[int], hashes: list[bytes]) -> list[int]:
+        """The published blocks that follow those with `hashes`, to which theirs are added."""
+        found: list[int] = []
+        while len(hashes) < (len(tokens) - 1) // self.block_size:
+            block_hash = self._hash(tokens, len(hashes), hashes)
+            block = self.pool.find(block_hash)
+            if block is None:
+                break
+            found.append(block)
+            hashes.append(block_hash)
+        return found
 
     def _truncated(self, held: BlockTable, length: int, hashes: list[bytes]) -> BlockTable:
         """`held` cut to `length` tokens; a partial last block that others read is copied."""

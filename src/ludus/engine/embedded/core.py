@@ -17,21 +17,26 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ludus.core.failures import Aborted, EngineError
+from ludus.core.failures import Aborted, ConfigError, EngineError
 from ludus.core.generation import FinishReason
 from ludus.engine.config import EngineConfig, EngineStats
 from ludus.engine.embedded.block_manager import BlockManager
+from ludus.engine.embedded.paged_attention import TorchKVCache
 from ludus.engine.embedded.request import Chunk, Request
 from ludus.engine.embedded.runner import PendingStep, make_runner
 from ludus.engine.embedded.scheduler import Scheduler
+from ludus.engine.embedded.state_cache import StateBlockManager
 from ludus.kernels.device import all_memory, free_memory
 from ludus.model.hf_model import context_limit, device_of
-from ludus.model.kv_layers import kv_layers
+from ludus.model.kv_layers import kv_layers, state_shapes
+from ludus.model.state_layers import state_bytes
 
 _log = logging.getLogger(__name__)
 
 _WITHOUT_LIMIT = 32768
 """Tokens of a context, where the model has no limit."""
+_SLOTS = 4
+"""Recurrent states for each request that runs: its own, those of idle sessions, and snapshots."""
 _PLENTY = 0.4
 """With less of a GPU free, a trainer gets the cache's memory while the engine pauses."""
 
@@ -54,13 +59,21 @@ class EngineCore:
         version: int = 0,
         is_static: bool | None = None,
         lookahead: int | None = None,
+        slots: int | None = None,
     ) -> None:
+        """`slots` are for the recurrent states of a model that has such: several for each running request."""
         self.stats = EngineStats()
         self.version = version
+        slots = _SLOTS * max_running if slots is None else slots
         self._runner, self._kv_cache = make_runner(
-            model, blocks, block_size, max_running, self.stats, is_static, lookahead
+            model, blocks, block_size, max_running, self.stats, is_static, lookahead, slots
         )
-        self._block_manager = BlockManager(blocks, block_size, self._kv_cache.copy_block)
+        copy_block = self._kv_cache.copy_block
+        self._block_manager = BlockManager(blocks, block_size, copy_block)
+        if isinstance(self._kv_cache, TorchKVCache) and self._kv_cache.states is not None:
+            self._block_manager = StateBlockManager(
+                blocks, block_size, copy_block, self._kv_cache.states
+            )
         self._block_manager.set_version(version)
         self.scheduler = Scheduler(self._block_manager, max_running, tokens_per_step)
         self._in_flight: deque[PendingStep] = deque()
@@ -294,15 +307,35 @@ def cache_blocks(model: nn.Module, config: EngineConfig) -> int:
     """Size of the KV cache in blocks: as configured, or what full batches need, within a share of memory."""
     tokens = config.cache_tokens
     if tokens is None:
-        device = device_of(model)
-        if device.type == "cuda":
-            memory = (config.memory or 0.4) * torch.cuda.mem_get_info(device)[0]
-        else:
-            memory = (config.memory or 0.125) * all_memory(device)
+        memory = _cache_memory(model, config)
+        memory -= state_slots(model, config) * state_bytes(state_shapes(model))
         token_bytes = sum(layer.token_bytes for layer in kv_layers(model)[0].values())
         wanted = config.max_running * (context_limit(model) or _WITHOUT_LIMIT)
-        tokens = min(wanted, int(memory / token_bytes))
+        tokens = min(wanted, int(memory / max(1, token_bytes)))
     return max(1, -(-tokens // config.block_size))
+
+
+def state_slots(model: nn.Module, config: EngineConfig) -> int:
+    """How many recurrent states are kept: several for each running request, in half of the cache's memory."""
+    shapes = state_shapes(model)
+    if not shapes:
+        return 0
+    memory, size = _cache_memory(model, config), state_bytes(shapes)
+    slots = min(_SLOTS * config.max_running, int(0.5 * memory / size))
+    if slots < 2:
+        raise ConfigError(
+            f"the recurrent states of one request take {size / 2**20:.0f} MiB, and half of the cache's memory "
+            f"({memory / 2**20:.0f} MiB) must hold two of them: raise engine.memory"
+        )
+    return slots
+
+
+def _cache_memory(model: nn.Module, config: EngineConfig) -> float:
+    """Bytes that the cache may take."""
+    device = device_of(model)
+    if device.type == "cuda":
+        return (config.memory or 0.4) * torch.cuda.mem_get_info(device)[0]
+    return (config.memory or 0.125) * all_memory(device)
 
 
 def max_step_tokens(model: nn.Module, config: EngineConfig) -> int:

@@ -39,7 +39,13 @@ from ludus.core.generation import (
 from ludus.core.messages import MediaSpan
 from ludus.core.tokenizer import Tokenizer
 from ludus.engine.config import EngineConfig, EngineSetup, EngineStats
-from ludus.engine.embedded.core import EngineCore, cache_blocks, max_step_tokens, releases_memory
+from ludus.engine.embedded.core import (
+    EngineCore,
+    cache_blocks,
+    max_step_tokens,
+    releases_memory,
+    state_slots,
+)
 from ludus.engine.embedded.request import (
     AdmissionQueue,
     Decode,
@@ -215,6 +221,7 @@ class EmbeddedEngine(Engine):
             max_running=self.config.max_running,
             tokens_per_step=max_step_tokens(model, self.config),
             version=version,
+            slots=state_slots(model, self.config),
         )
         self._admission = AdmissionQueue(self.config.max_waiting)
         self._thread = EngineThread(self._step, self._rest)

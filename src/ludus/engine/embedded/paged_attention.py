@@ -8,6 +8,7 @@ twins).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ludus.engine.embedded.state_cache import StateCache
 from ludus.kernels import paged_decode, paged_prefill, rotate_and_store
 from ludus.kernels.layers import store_kv
 from ludus.model.attention import (
@@ -27,6 +29,7 @@ from ludus.model.attention import (
     split_by_length,
 )
 from ludus.model.kv_layers import KVPlaces, Place
+from ludus.model.state_layers import StateCall
 
 if TYPE_CHECKING:
     from ludus.engine.embedded.cuda.kv_cache import StaticKVCache
@@ -69,9 +72,10 @@ class TorchKVCache:
     [B, Hkv, length, D] that batched products want.
     """
 
-    def __init__(self, blocks: int, block_size: int) -> None:
+    def __init__(self, blocks: int, block_size: int, states: StateCache | None = None) -> None:
         self.blocks = blocks
         self.block_size = block_size
+        self.states = states
         self._layers: dict[Place, tuple[Tensor, Tensor]] = {}
         self._size = 0
         self._scratch: dict[tuple[int, torch.dtype], Tensor] = {}
@@ -141,8 +145,12 @@ class TorchKVCache:
         for keys, values in self._layers.values():
             keys.zero_()
             values.zero_()
+        if self.states is not None:
+            self.states.clear()
 
     def free(self) -> None:
+        if self.states is not None:
+            self.states.free()
         self._layers.clear()
         self._scratch.clear()
         self._size = 0
@@ -177,6 +185,8 @@ class PagedBatch:
     """[R, P] The blocks of each row, in order; what lies beyond its context is never read unmasked."""
     ahead: LookAhead | None = None
     """What the new tokens see, where that is more than themselves and what is before them."""
+    states: Ints | None = None
+    """[R] The slot of each row's recurrent states, where the model has such."""
 
 
 @dataclass(slots=True)
@@ -225,6 +235,7 @@ class PagedContext:
 
     def __init__(self, batch: PagedBatch, kv_cache: TorchKVCache, device: torch.device) -> None:
         self._kv_cache = kv_cache
+        self._batch, self._device = batch, device
         self._slots = torch.from_numpy(batch.slots).to(device)
         self._rows: dict[int, Tensor] = {}
         self._places = KVPlaces()
@@ -279,6 +290,45 @@ class PagedContext:
             rows = _per_head(block[:, None], heads) * size + offset[:, None, None]
             self._rows[heads] = rows.flatten()
         return self._rows[heads]
+
+    def run_state_layer(self, call: StateCall) -> Tensor:
+        """A state layer over rows with as many new tokens as each other, from their states and into them."""
+        states = self._kv_cache.states
+        if states is None:
+            raise AssertionError("a layer keeps a state, and there are no slots for it")
+        groups, back = self._state_rows
+        outputs: list[Tensor] = []
+        for slots, index, rows, width in groups:
+            own = states.read(call.module, slots)
+            outputs.append(call.run(index, rows, width, own))
+            states.write(call.module, slots, own)
+        joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return (joined if back is None else joined.index_select(0, back))[None]
+
+    @cached_property
+    def _state_rows(self) -> tuple[list[tuple[Tensor | slice, Tensor | None, int, int]], Tensor | None]:
+        """(slots, flat places, rows, width) of groups, and where each token lies in their concatenation."""
+        counts, slots = self._batch.counts, self._batch.states
+        if slots is None:
+            raise AssertionError("the rows of this step have no slots")
+        starts = np.cumsum(counts) - counts
+        groups: list[tuple[Tensor | slice, Tensor | None, int, int]] = []
+        places: list[Ints] = []
+        for width in np.unique(counts):
+            rows = np.flatnonzero(counts == width)
+            rows = rows[np.argsort(slots[rows])]
+            first, last = int(slots[rows[0]]), int(slots[rows[-1]])
+            together = last - first == len(rows) - 1
+            where = (
+                slice(first, last + 1) if together else torch.from_numpy(slots[rows]).to(self._device)
+            )
+            places.append((starts[rows][:, None] + np.arange(width)).reshape(-1))
+            index = torch.from_numpy(places[-1]).to(self._device)
+            groups.append((where, index, len(rows), int(width)))
+        order = np.concatenate(places)
+        if np.array_equal(order, np.arange(len(order))) and len(groups) == 1:
+            return [(groups[0][0], None, *groups[0][2:])], None
+        return groups, torch.from_numpy(np.argsort(order)).to(self._device)
 
     def _attend(
         self, query_THD: Tensor, keys: Tensor, values: Tensor, params: AttentionParams

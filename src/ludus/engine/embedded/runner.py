@@ -29,10 +29,12 @@ from ludus.engine.config import EngineStats
 from ludus.engine.embedded.cuda.kv_cache import KVShape, StaticKVCache
 from ludus.engine.embedded.paged_attention import KVCache, PagedBatch, PagedContext, TorchKVCache
 from ludus.engine.embedded.request import Chunk
+from ludus.engine.embedded.state_cache import StateCache
 from ludus.model.attention import LookAhead
 from ludus.model.forward import DecoderInputs, head_logits, hidden_states
 from ludus.model.hf_model import context_limit, device_of
 from ludus.model.images import VIRTUAL, embedded_parts, forget_features, images_of
+from ludus.model.kv_layers import state_shapes
 
 # Rows of hidden states that go through the head at once when a prompt is scored.
 _HEAD_ROWS = 1024
@@ -166,10 +168,12 @@ def make_runner(
     stats: EngineStats,
     is_static: bool | None = None,
     lookahead: int | None = None,
+    slots: int = 0,
 ) -> tuple[ModelRunner, KVCache]:
     """The runner and its KV cache; `is_static` and `lookahead` default to what suits the device.
 
-    The CUDA runner is chosen on a GPU, if a trial of the paged kernels on the model succeeds.
+    `slots` are for the recurrent states of a model that has such. The CUDA runner is chosen on a GPU, if a
+    trial of the paged kernels on the model succeeds.
     """
     from ludus.engine.embedded.cuda.runner import (  # it imports this module
         CudaModelRunner,
@@ -193,7 +197,8 @@ def make_runner(
             )
             return runner, kv_cache
         _warn_slow(shape)
-    plain = TorchKVCache(blocks, block_size)
+    shapes = state_shapes(model)
+    plain = TorchKVCache(blocks, block_size, StateCache(shapes, slots, device) if shapes else None)
     return TorchModelRunner(model, plain), plain
 
 
@@ -263,7 +268,9 @@ def flat_batch(
     slots_T = blocks_T * block_size + positions_T % block_size
     width = -(-int(lengths_R.max()) // block_size)
     ahead = _look_ahead(chunks, positions_T)
-    batch = PagedBatch(slots_T, counts_R, lengths_R, block_tables[rows_R, :width], ahead)
+    slots = [chunk.request.block_table.slot for chunk in chunks]
+    states = None if slots[0] is None else np.array(slots)
+    batch = PagedBatch(slots_T, counts_R, lengths_R, block_tables[rows_R, :width], ahead, states)
     ids_T = np.array(ids)
     if any(chunk.request.images for chunk in chunks):
         ids_T[ids_T >= VIRTUAL] = 0  # features are read there, and no token's embedding

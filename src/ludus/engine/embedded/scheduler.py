@@ -91,6 +91,7 @@ class Scheduler:
     def plan(self) -> list[Chunk]:
         """The chunks of the next step, with blocks for all of them; none if all wait for tokens in flight."""
         block_size = self.block_manager.block_size
+        self.block_manager.begin_step()
         room = self._budget - sum([request.is_decoding for request in self.running])
         step = StepPlan(room, left=room)
         for request in list(self.running):
@@ -121,9 +122,15 @@ class Scheduler:
         """How many tokens of its prompt a request gets before others are asked."""
         if step.left < 1:  # an image that cannot be cut took more
             return 0
+        count = min(request.unscheduled, step.left)
         if request.unscheduled > step.room:
-            return request.whole(math.ceil(step.left * self.long_share))
-        return request.whole(min(request.unscheduled, step.left))
+            count = math.ceil(step.left * self.long_share)
+        return self._cut(request, count)
+
+    def _cut(self, request: Request, count: int) -> int:
+        """About `count` of a prompt's next tokens, as a step may compute them."""
+        count = self.block_manager.chunk(request.block_table, count)
+        return request.whole(count) if count else 0
 
     def _prefill(self, request: Request, count: int, step: StepPlan) -> None:
         """Schedule so many tokens of a prompt, whose blocks are there."""
@@ -144,10 +151,8 @@ class Scheduler:
                     request.behind = long, 0 if is_score else common_prefix(request.tokens, long.tokens)
                 if request.behind[1] > long.block_table.length:
                     continue  # it waits for tokens of the long prompt, or is known to be long itself
-            if not request.is_score:  # of which every position's hidden state is needed
-                idle = self.sessions.pop(request.session, None) if request.session is not None else None
-                held, tokens = (idle.block_table, idle.tokens) if idle else (BlockTable(), [])
-                request.block_table = self.block_manager.reuse(request.tokens, held, tokens)
+            if not self._find_reusable(request):
+                continue
             if long is not None and request.unscheduled > step.room:
                 request.behind = long, len(long.tokens)
                 self._give_up_blocks(request)
@@ -160,11 +165,32 @@ class Scheduler:
             self.block_manager.grow(request.block_table, request.block_table.length + count)
             self._prefill(request, count, step)
 
+    def _find_reusable(self, request: Request) -> bool:
+        """A block table with what a waiting request can reuse; False when it should wait for more of that."""
+        session = None if request.session is None or request.is_score else request.session
+        idle = self.sessions.pop(session, None) if session is not None else None
+        held, tokens = (idle.block_table, idle.tokens) if idle else (BlockTable(), [])
+        while not self.block_manager.can_begin(held) and self._evict_session():
+            pass
+        table: BlockTable | None = None
+        if self.block_manager.can_begin(held):
+            if request.is_score:  # every position's hidden state is needed
+                table = self.block_manager.reuse(request.tokens[:1], held, tokens)
+            else:
+                table = self.block_manager.reuse(request.tokens, held, tokens, request.prompt)
+        if table is not None:
+            request.block_table = table
+        elif idle is not None and session is not None:
+            self.sessions[session] = idle
+        return table is not None
+
     def _extend_long(self, step: StepPlan, place: int) -> None:
         """Give the step's leftover tokens to the long prompt. Never preempts."""
         chunk = step.chunks[place]
         request = chunk.request
-        count = request.whole(min(request.unscheduled, step.left))
+        count = self._cut(request, min(request.unscheduled, step.left))
+        if count < 1:
+            return
         while not self.block_manager.grow(request.block_table, chunk.stop + count):
             if not self._evict_session():
                 return

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ludus.core.failures import ConfigError, MissingExtraError
 from ludus.model import decoder_of, unwrapped
+from ludus.model.state_layers import read_past_forward
 from ludus.training.config.run import LoraConfig
 from ludus.training.optim.shard_files import write_shards
 from ludus.training.optim.sharding import group_of, module_of
@@ -349,12 +350,22 @@ def _targets(model: nn.Module, config: LoraConfig) -> tuple[list[str], list[str]
     products = (nn.Linear.forward, Conv1D.forward)
     decoder = decoder_of(model)
     names = {name for name, m in decoder.named_modules() if type(m).forward in products}
+    passed_over = names & read_past_forward(model)
+    names -= passed_over
     known = sorted({name.rpartition(".")[2] for name in names})
     if config.targets == "all-linear":
-        return known if _is_alone(model) else _within_decoder(model, names), []
+        # a number, as a list of layers has them, would name layers of other kinds too
+        others = {name.rpartition(".")[2] for name in passed_over}
+        says_which = _is_alone(model) and not any(n.isdigit() or n in others for n in known)
+        return known if says_which else _within_decoder(model, names), []
     experts = {name for name, p in decoder.named_parameters() if _is_experts(name, p)}
     more = sorted({".".join(name.split(".")[-2:]) for name in experts})
     for target in config.targets:
+        if any(name == target or name.endswith(f".{target}") for name in passed_over):
+            raise ConfigError(
+                f"model.lora.targets names {target!r}, whose weight a layer with a state reads itself: an "
+                f"adapter would be passed over. It has {', '.join(known)}"
+            )
         if not any(name == target or name.endswith(f".{target}") for name in names | experts):
             raise ConfigError(
                 f"model.lora.targets names {target!r}, and the decoder has no linear layer of that name; "

@@ -43,6 +43,7 @@ from ludus.model.images import forget_features, images_of
 from ludus.model.kv_layers import kv_layers
 from ludus.model.packed_attention import PackedContext
 from ludus.model.probes import agree_up_to_rounding, computed_in_float32, probe_tokens
+from ludus.model.state_layers import state_layers
 
 Ints = npt.NDArray[np.int64]
 
@@ -211,6 +212,8 @@ def usable_kv_shape(model: nn.Module, block_size: int) -> KVShape | str:
     device = device_of(model)
     if device.type == "cuda" and (reason := unavailable(device)) is not None:
         return reason
+    if state_layers(model):
+        return "it has layers with recurrent states, which are run by the plain runner"
     if both_ways(model) is not None and images_of(model) is not None:
         return "the tokens of an image see each other in both directions, which the paged kernels do not know"
     try:
