@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import secrets
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import aiohttp
 import pytest
 from server_process import ServerProcess, context, lines_of, raw_exchange, serving
 
-from ludus.core import Boundary, Fault, InfraError, ToolCall, ToolSet
-from ludus.tools import CombinedTools, LocalTools
+from ludus.core import Boundary, Fault, InfraError, ToolCall, ToolContext, ToolSet
+from ludus.tools import CombinedTools, LocalTools, Tool, tool
+from ludus.tools.hosting import LocalHost
 from ludus.tools.remote import RemoteTools
 from ludus.tools.wire import BatchAnswer, ErrorAnswer, HealthBody, SessionBody, result_from_json
 
@@ -402,3 +404,30 @@ async def test_bodies_that_cannot_be_unpacked_are_not_in_the_log(http: aiohttp.C
             async with http.post(server.address + path, data=b"not packed", headers=headers) as answer:
                 assert answer.status in (404, 405, 415)
         assert {line["level"] for line in server.logs()} == {"debug"}
+
+
+async def test_a_tool_says_whether_it_has_state() -> None:
+    """Left out, one that takes the context or an environment has."""
+
+    def keep(value: str, context: ToolContext) -> str:
+        """Keep it."""
+        return value
+
+    class Looked(Tool):
+        """Look."""
+
+        stateful = False
+
+        def run(self, context: ToolContext) -> str:
+            return context.episode
+
+    def say(value: str) -> str:
+        """Say it."""
+        return value
+
+    found = []
+    for one in (tool(keep), tool(stateful=False)(keep), Looked(), tool(say), tool(stateful=True)(say)):
+        host = LocalHost(partial(LocalTools, [one]))
+        found.append((await host.start())[0].stateful)
+        await host.stop()
+    assert found == [True, False, False, False, True]

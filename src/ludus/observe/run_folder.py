@@ -178,6 +178,8 @@ class TrajectoryFile:
 class RunFolder:
     """The things in a run's folder. Reading takes no lock and is safe while the run is written."""
 
+    kind = "run"
+
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.metrics_path = self.path / "metrics.jsonl"

@@ -192,6 +192,8 @@ class RewardTraits:
     """Whether it waits for the rewards beside it."""
     children: Sequence[Any] = ()
     """The rewards that it is made of."""
+    env: type | None = None
+    """The class of the environment that it looks at."""
     takes_rewards: frozenset[str] = frozenset()
     """Of a class: which of its options are rewards themselves; recipes may nest these."""
 

@@ -57,6 +57,8 @@ class Tool:
     """Whether an exception is the model's fault, an infrastructure failure, or judged by its kind ("auto")."""
     env: type | None = None
     """The class of the environment that the parameter `env` gets; a run with this tool needs no other entry."""
+    stateful: bool | None = None
+    """Whether a call may leave state in its episode; None: where it takes the context or an environment."""
 
     run: Callable[..., Any]
     _signature: Signature | None = None

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 _DIGEST_BYTES = 20
 _NOT_IN_THE_RESULT = frozenset(
-    {"name", "description", "timeout", "max_concurrency", "process", "retries", "is_unbound"}
+    {"name", "description", "timeout", "max_concurrency", "process", "retries", "stateful", "is_unbound"}
 )
 _MOST_HASHED = 64_000_000
 """Bytes of a file up to which its content counts; of a larger one, size and time."""

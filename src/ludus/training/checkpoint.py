@@ -184,7 +184,7 @@ def resumed_recipe(run: RunWriter, overrides: Sequence[str] = ()) -> Recipe:
     missing = {name: what for name, what in objects.items() if KEYS.get(name, name) not in keys}
     rebuilt = {KEYS.get(name, name) for name in objects if name not in missing}  # by reference now
     check_extension(recipe, [key for key in keys if key not in rebuilt], done, before)
-    optimizer = getattr(recipe.stages[-1], "optimizer", None)
+    optimizer = recipe.stages[-1].optimizers.get("optimizer")
     if optimizer is not None and optimizer.schedule != "constant":
         log.warning(
             "the learning rate's schedule (%s) is over all steps of a stage: with more of them it is another "

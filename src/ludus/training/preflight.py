@@ -22,8 +22,9 @@ from ludus.training.config.parts import (
     task_set_specs,
 )
 from ludus.training.config.recipe import Recipe, StageConfig
+from ludus.training.config.rl import RLConfig
 from ludus.training.config.run import AgentConfig, launched_rank
-from ludus.training.config.stages import OptimizerConfig, SFTConfig
+from ludus.training.config.stages import SFTConfig
 from ludus.training.loop import StepHooks
 from ludus.training.models.loading import device_of
 from ludus.training.optim.optimizers import check_optimizer
@@ -58,11 +59,12 @@ def check_parts(recipe: Recipe, parts: Parts) -> None:
 def _check_optimizers(recipe: Recipe, device: torch.device) -> None:
     ranks = recipe.cluster.trainer_ranks or launched_rank()[1]
     for where, stage in recipe.named_stages:
-        critic = getattr(stage, "critic", None)
-        for place, one in ((where, stage), (f"{where}.critic", critic)):
-            if isinstance(config := getattr(one, "optimizer", None), OptimizerConfig):
-                with errors_at(place):
-                    check_optimizer(config, device, ranks)
+        found = [(where, config) for config in stage.optimizers.values()]
+        if isinstance(stage, RLConfig) and stage.critic is not None:
+            found.append((f"{where}.critic", stage.critic.optimizer))
+        for place, config in found:
+            with errors_at(place):
+                check_optimizer(config, device, ranks)
 
 
 def _check_tasks(recipe: Recipe, parts: Parts) -> None:

@@ -95,7 +95,7 @@ class RunReader:
             "algorithm": plain(_algorithm(recipe), 80),
             "findings": findings,
             "problem": self._workspace.metrics_problem(name),
-            "kind": getattr(self._workspace.run(name), "kind", "run"),
+            "kind": self._workspace.run(name).kind,
         }
 
     def detail(self, name: str) -> Json:

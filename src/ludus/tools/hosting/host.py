@@ -119,8 +119,8 @@ def _facts(spec: ToolSpec, tool: Tool | None) -> ToolFacts:
     if tool is None:  # a set of its own kind: nothing is known, so nothing is assumed
         return ToolFacts(spec)
     has_state = tool.signature.context is not None or tool.signature.env is not None
-    stateful = getattr(tool, "stateful", has_state)
-    return ToolFacts(spec, tool.retries > 0, bool(stateful), tool.max_concurrency)
+    stateful = has_state if tool.stateful is None else tool.stateful
+    return ToolFacts(spec, tool.retries > 0, stateful, tool.max_concurrency)
 
 
 def needs_env(tools: ToolSet) -> frozenset[str]:

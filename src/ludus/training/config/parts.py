@@ -18,6 +18,7 @@ from ludus.core.trajectory import Audit
 from ludus.envs import Env, env_name, load_env
 from ludus.rewards import build_group_reward, build_reward
 from ludus.rewards.scorer import rewards_by_name
+from ludus.rewards.scores import RewardTraits
 from ludus.rollouts.agent import Agent, Expert
 from ludus.rollouts.task_files import map_tasks
 from ludus.rollouts.tasksets import FILES, Columns, is_rows, load_tasks, parse_tasks
@@ -101,8 +102,8 @@ def named_envs(tools: Sequence[Any], rewards: Sequence[Any]) -> Iterator[NamedEn
             yield NamedEnv(one.env, f"the tool {one.name or one!r}")
     found: dict[str, Any] = rewards_by_name(build_reward(spec) for spec in rewards)
     for name, reward in found.items():
-        if getattr(reward, "env", None) is not None:
-            yield NamedEnv(reward.env, f"the reward {name!r}")
+        if (env := RewardTraits.of(reward).env) is not None:
+            yield NamedEnv(env, f"the reward {name!r}")
 
 
 def _makes(factory: Any, kind: type) -> bool:

@@ -250,7 +250,7 @@ def check_recipe(recipe: Recipe) -> None:
         raise ValueError(f"{where}: must be a finite number (given: {value!r})")
     names = [one.name for one in recipe.sets if isinstance(one, TaskSetConfig)]
     per_set = [f"sets/{name}/{metric}" for name in names for metric in PER_SET]
-    own_budgets = [getattr(one, "budgets", None) for one in recipe.sets]
+    own_budgets = [one.budgets if isinstance(one, TaskSetConfig) else None for one in recipe.sets]
     for where, stage in recipe.named_stages:
         if isinstance(stage, RLConfig):
             check_followed_metrics(stage, where, per_set if len(names) > 1 else [])

@@ -124,8 +124,12 @@ class BaseStageConfig(Config):
     @property
     def total_steps(self) -> int:
         """The steps of the whole stage; one that has no `steps` is a single one."""
-        steps: int = getattr(self, "steps", 1)
-        return steps
+        return int(dict(self).get("steps", 1))
+
+    @property
+    def optimizers(self) -> dict[str, OptimizerConfig]:
+        """Its optimizers by their key."""
+        return {key: value for key, value in self if isinstance(value, OptimizerConfig)}
 
     @property
     def length_key(self) -> str | None:
