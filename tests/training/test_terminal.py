@@ -27,7 +27,17 @@ from ludus.core import (
 from ludus.observe import EpisodeTally, Share, folded_episode, large, share_lines
 from ludus.training import Recipe
 
-COPIED = ("model", "report", "best", "look inside", "what still", "watch it", "go on")
+COPIED = (
+    "model",
+    "report",
+    "best",
+    "look inside",
+    "what still",
+    "watch it",
+    "talk to it",
+    "use it",
+    "go on",
+)
 """How lines begin that are there to be copied: they are never broken."""
 
 
