@@ -157,6 +157,8 @@ class StagingBuffers:
 
 def arrays_to_device(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
     """The arrays on the device, through one asynchronous copy from pinned memory."""
+    if device.type == "cpu":
+        return [torch.from_numpy(np.array(array)) for array in arrays]
     offsets = _offsets([array.nbytes for array in arrays])
     host = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
     memory = host.numpy()

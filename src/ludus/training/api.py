@@ -58,6 +58,7 @@ from ludus.training.display import ProgressDisplay, show_progress
 from ludus.training.evaluation.evaluate import Evaluation, find_model, measure_sets
 from ludus.training.loop import OnStep, Trainer
 from ludus.training.models.loading import check_source
+from ludus.training.optim.fitting import memory_note
 from ludus.training.optim.shard_files import UnsavedError
 from ludus.training.preflight import check_engines, check_parts, check_servers, with_step_counts
 from ludus.training.ranks.processes import RankError
@@ -314,7 +315,8 @@ async def train_async(
     try:
         counted = with_step_counts(recipe, parts)
         how = again.format(path=str(writer.path))
-        with show_progress(writer, show, how, rate_notes(recipe)) as display:
+        notes = [*rate_notes(recipe), *filter(None, [memory_note(recipe)])]
+        with show_progress(writer, show, how, notes) as display:
             watchers = [on_step] if on_step is not None else []
             return await _train_on(writer, counted, parts, run is not None, watchers, display)
     except (OSError, UnsavedError) as error:

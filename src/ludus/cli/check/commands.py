@@ -1,7 +1,8 @@
-"""`ludus check recipe | env | tool | data | reward | sandbox`: the commands and their options."""
+"""`ludus check recipe | model | env | tool | data | reward | sandbox`: the commands and their options."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +15,7 @@ from ludus.cli.options import CommandGroup, Overrides
 
 check_app = typer.Typer(
     cls=CommandGroup,
-    help="Check a recipe, an environment, a tool, examples or the sandbox.",
+    help="Check a recipe, a model, an environment, a tool, examples or the sandbox.",
     no_args_is_help=True,
 )
 
@@ -37,6 +38,34 @@ def check_recipe(
     from ludus.cli.check.recipe import recipe_findings
 
     _finish(recipe_findings(recipe, overrides or [], call_tools, seconds), str(recipe))
+
+
+@check_app.command("model")
+def check_model(
+    name: Annotated[str, typer.Argument(help="A folder, a short name, or a name on the hub.")],
+    recipe: Annotated[Path | None, typer.Option(help="A recipe that it would be trained by.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16 (as on a GPU).")] = None,
+    lora: Annotated[int | None, typer.Option(min=1, help="Rank of an adapter.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens in one training pass.")] = None,
+    memory: Annotated[
+        list[float] | None,
+        typer.Option(min=0.1, help="GiB of a device; repeatable. Usual GPUs when left out."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Is a model taken, by which paths, and does it fit? From its config.json and tokenizer alone."""
+    from ludus.cli.check.model import model_report
+
+    if dtype not in (None, "float32", "bfloat16"):
+        raise typer.BadParameter("float32 or bfloat16", param_hint="--dtype")
+    report = model_report(name, recipe, dtype=dtype, lora=lora, tokens=tokens, memory=memory or ())
+    if not as_json:
+        _finish(report.findings, name)
+        return
+    told = [{"severity": severity, "text": text} for severity, text in report.findings]
+    typer.echo(json.dumps({"model": name, "findings": told, **report.numbers}, indent=2))
+    if any(severity in ("error", "failed") for severity, _ in report.findings):
+        raise typer.Exit(1)
 
 
 @check_app.command("env")

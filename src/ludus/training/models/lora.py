@@ -240,7 +240,7 @@ def is_adapted(model: nn.Module) -> bool:
 def add_adapter(model: nn.Module, config: LoraConfig, base: str, seed: int) -> nn.Module:
     """The model with a new adapter, which changes nothing yet. `base` is what the model is loaded by."""
     peft = require_peft()
-    modules, parameters = _targets(model, config)
+    modules, parameters = lora_targets(model, config)
     if parameters and config.dropout:
         raise ConfigError(
             f"model.lora.dropout = {config.dropout:g}, and {parameters[0]} belongs to experts, whose adapters "
@@ -341,7 +341,7 @@ def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, p) for name, p in model.named_parameters() if "lora_" in name)
 
 
-def _targets(model: nn.Module, config: LoraConfig) -> tuple[list[str], list[str]]:
+def lora_targets(model: nn.Module, config: LoraConfig) -> tuple[list[str], list[str]]:
     """What peft calls target modules and target parameters: the last parts of the layers' names, and the whole
     names of matrices of experts, which are one parameter together. Head and embeddings are left as they are."""
     from transformers.pytorch_utils import Conv1D

@@ -182,13 +182,25 @@ def chunk_bytes(device: torch.device) -> int:
     """Most bytes of a chunk's logits and their gradient: a small share of the device's memory."""
     if device.type != "cuda":
         return _HOST
-    total = torch.cuda.get_device_properties(device).total_memory
+    return _chunk_bytes(torch.cuda.get_device_properties(device).total_memory)
+
+
+def _chunk_bytes(total: int) -> int:
     return int(min(_MOST, max(_LEAST, total * _SHARE)))
 
 
 def chunk_rows(vocabulary: int, device: torch.device) -> int:
     """The places of a chunk."""
-    rows = chunk_bytes(device) // (6 * vocabulary)  # 4 bytes of a logit, 2 of its gradient
+    return _chunk_rows(vocabulary, chunk_bytes(device))
+
+
+def chunk_rows_of(vocabulary: int, total: int | None) -> int:
+    """The places of a chunk on a GPU with so many bytes, or on a host."""
+    return _chunk_rows(vocabulary, _HOST if total is None else _chunk_bytes(total))
+
+
+def _chunk_rows(vocabulary: int, size: int) -> int:
+    rows = size // (6 * vocabulary)  # 4 bytes of a logit, 2 of its gradient
     return max(128, rows // 128 * 128)  # matrix units like whole tiles
 
 
@@ -199,7 +211,11 @@ def kept_bytes(device: torch.device) -> int:
     """
     if device.type != "cuda":
         return 0
-    free, total = free_memory(device)
+    return kept_bytes_of(*free_memory(device))
+
+
+def kept_bytes_of(free: int, total: int) -> int:
+    """What they may take on a GPU of which so many bytes are free."""
     return int(min(_KEPT_MOST * total, max(_KEPT_LEAST * total, free - _PLENTY * total)))
 
 

@@ -141,12 +141,14 @@ def measure(model: nn.Module) -> ActivationCosts:
     """Measure the bytes that a forward pass keeps for each token, in a layer on average."""
     layers, checkpointed = _layers(model), checkpointed_layers(model)
     kept: dict[int, int] = {}
+    alive: list[object] = []  # so that no two have one address
 
     def note(tensor: Tensor) -> Tensor:
         if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
             return tensor
         storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
+        kept[storage._cdata] = storage.nbytes()
+        alive.append(storage)
         return tensor
 
     device = next(model.parameters()).device
@@ -165,7 +167,7 @@ def measure(model: nn.Module) -> ActivationCosts:
         if isinstance(model, ShardedModel):
             model.reset()  # this pass has no backward
     for tensor in (*model.parameters(), *model.buffers()):  # where a first pass may have moved them
-        kept.pop(local(tensor).untyped_storage().data_ptr(), None)
+        kept.pop(local(tensor).untyped_storage()._cdata, None)
     width = states.shape[-1] * states.element_size()
     full = sum(kept.values()) // (len(tokens) * max(1, layers))
     # the layer's input, and the residual where a forward hands that on beside it
