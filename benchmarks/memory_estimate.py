@@ -2,8 +2,9 @@
 
     python benchmarks/memory_estimate.py
 
-Each case trains a small model for three steps (`Learner`, float32) in a process of its own. The peak is what the
-kernel says that the process held at most (VmHWM), less what it held before the model was made. The table of an H200's peaks in docs/performance.md is compared by a test.
+Each case trains a small model for three steps (`Learner`, float32) in a process of its own. The peak is what
+the kernel says that the process held at most (VmHWM), less what it held before the model was made. The table
+of an H200's peaks in docs/performance.md is compared by a test.
 """
 
 from __future__ import annotations
