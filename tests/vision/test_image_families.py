@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText
-from vision_families import SAVERS
+from transformers import AutoModelForImageTextToText, AutoProcessor
+from vision_families import SAVERS, PixtralStandIn, save_qwen3_5
 from vision_models import noise
 
 from ludus.chat import Renderer, load_format
@@ -34,7 +34,7 @@ from ludus.training.optim.logprobs import action_logprobs, shares_prefixes
 GREEDY = Sampling(max_tokens=5, temperature=0.0)
 SMALL, WIDE, TALL = (20, 20), (24, 40), (40, 16)
 FAST = ("qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4")
-SPATIAL = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v")
+SPATIAL = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v")
 """Families with positions in three dimensions."""
 
 
@@ -45,7 +45,11 @@ class Family:
         self.name, self.folder = name, folder
         config = ModelConfig.parse({"name": str(folder), "device": "cpu", "vision": "frozen", **more})
         self.model: Any
-        self.model, self.tokenizer = load_model(config, 0)
+        with pytest.MonkeyPatch.context() as patched:
+            if name == "mistral3":
+                loads = lambda folder, **_: PixtralStandIn.load(folder)  # noqa: E731
+                patched.setattr(AutoProcessor, "from_pretrained", loads)
+            self.model, self.tokenizer = load_model(config, 0)
         use_ludus_attention(self.model)
         self.renderer = Renderer(self.tokenizer, load_format("hermes"))
         self.images: Any = self.tokenizer.images
@@ -57,8 +61,10 @@ class Family:
         opening = self.renderer.opening([Message("user", text, media=images)])
         return opening.tokens, opening.media
 
-    def stock_logprobs(self, tokens: Sequence[int], images: Sequence[MediaSpan]) -> torch.Tensor:
-        """[T, V]: of the stock model's own forward on its processor's pixels."""
+    def stock_logprobs(
+        self, tokens: Sequence[int], images: Sequence[MediaSpan], model: Any = None
+    ) -> torch.Tensor:
+        """[T, V]: of the stock model's own forward on its processor's pixels, or of another model's."""
         ids = torch.tensor([list(tokens)])
         inputs: dict[str, Any] = {}
         if images:
@@ -73,7 +79,7 @@ class Family:
                 if name in made:
                     made[name] = kinds
             inputs = {n: v for n, v in made.items() if n not in ("input_ids", "attention_mask")}
-        logits = self.stock(input_ids=ids, **inputs, use_cache=False).logits[0]
+        logits = (model or self.stock)(input_ids=ids, **inputs, use_cache=False).logits[0]
         return logits.float().log_softmax(-1)
 
     @torch.no_grad()
@@ -202,6 +208,14 @@ def test_what_the_gpus_kernels_do_not_know_is_said(family: Family) -> None:
         assert shares_prefixes(family.model)
 
 
+@torch.no_grad()
+def test_the_models_own_forward_stays_what_it_was(family: Family) -> None:
+    """Its attention is Ludus', which makes the masks that the model asks for."""
+    tokens, media = family.context(noise(1, WIDE), noise(2, TALL))
+    own = family.stock_logprobs(tokens, media, family.model)
+    torch.testing.assert_close(own, family.stock_logprobs(tokens, media), atol=1e-4, rtol=0)
+
+
 def episodes(family: Family) -> list[Trajectory]:
     """Three rows, two of which begin alike: images in prompts and observations, of several sizes."""
     shown = [[noise(1, WIDE), noise(2, TALL)], [noise(3, SMALL)], [noise(1, WIDE), noise(4, SMALL)], []]
@@ -321,3 +335,10 @@ def test_the_probe_sees_what_is_left_out(
     monkeypatch.setattr(image_layout, left_out, lambda model: None)
     with pytest.raises(ConfigError, match="does something else with images"):
         check_images(model)
+
+
+def test_the_vision_of_qwen3_5_is_read_as_its_own_forward_reads_it(tmp_path: Path) -> None:
+    """Its layers with a state are another matter."""
+    config = ModelConfig(name=str(save_qwen3_5(tmp_path)), device="cpu", vision="frozen")
+    model, tokenizer = load_model(config, 0)
+    assert tokenizer.images is not None and image_layout.has_rope_index(model)

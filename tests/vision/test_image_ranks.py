@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from torch import nn
-from vision_models import noise, save_idefics3, save_llava, save_llava_next
+from vision_families import save_qwen3_vl
+from vision_models import noise, save_gemma3, save_idefics3, save_llava, save_llava_next
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 from test_ranks import (
@@ -37,7 +38,13 @@ from played_steps import loss_on, policy_update, prefer, sft_step
 
 pytestmark = pytest.mark.timeout(300)
 SLOW = pytest.mark.slow
-SAVERS = {"llava": save_llava, "idefics3": save_idefics3, "llava next": save_llava_next}
+SAVERS = {
+    "llava": save_llava,
+    "idefics3": save_idefics3,
+    "llava next": save_llava_next,
+    "gemma3": save_gemma3,
+    "qwen3_vl": save_qwen3_vl,
+}
 OPTIMIZER: Any = {"learning_rate": 5e-5, "micro_batch_tokens": 64}
 """Adam divides by the gradient's size: where that is rounding alone, a weight moves by a share of the rate."""
 SHOWN: list[tuple[Media, ...]] = [
@@ -138,6 +145,8 @@ def on_both(work: Work, pair: CalledRanks) -> nn.Module:
         pytest.param("llava", "frozen", marks=SLOW),
         pytest.param("idefics3", "trained", marks=SLOW),
         pytest.param("llava next", "trained", marks=SLOW),
+        pytest.param("gemma3", "trained", marks=SLOW),
+        pytest.param("qwen3_vl", "trained", marks=SLOW),
     ],
 )
 def test_sft_and_rl_on_two_ranks(
@@ -177,14 +186,19 @@ def test_sft_and_rl_on_two_ranks(
 
 
 @SLOW
-@pytest.mark.parametrize("kind", ["model", "head"])
-def test_a_critic_on_two_ranks(pair: CalledRanks, folders: Callable[[str], Path], kind: Any) -> None:
-    _, renderer = loaded(folders("llava"))
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("llava", "model"), ("llava", "head"), ("gemma3", "model"), ("qwen3_vl", "model")],
+)
+def test_a_critic_on_two_ranks(
+    pair: CalledRanks, folders: Callable[[str], Path], family: str, kind: Any
+) -> None:
+    _, renderer = loaded(folders(family))
     batches = [episodes(renderer, seed) for seed in range(2)]
     config = RLConfig.parse({"algorithm": "ppo"})
 
     def work(ranks: CalledRanks) -> tuple[list[dict[str, float]], nn.Module]:
-        model, _ = loaded(folders("llava"))
+        model, _ = loaded(folders(family))
         policy, learner = learner_on(ranks, model, **OPTIMIZER)
         values = ranks.shard(ValueModel(model, own_trunk=kind == "model"))
         chosen = CriticConfig.parse({"kind": kind, "optimizer": OPTIMIZER})

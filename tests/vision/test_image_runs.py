@@ -221,13 +221,15 @@ def test_a_run_in_several_processes_is_the_same_run(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_only_the_image_tells(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+def test_only_the_image_tells(tmp_path: Path, family: str) -> None:
     """Imitation, then RL; with grey screens in the place of coloured ones there is nothing to learn."""
     from colours import run
 
     def success(blank: bool) -> float:
         folder = tmp_path / str(blank)
-        found = run(folder, blank=blank, run={"folder": str(folder / "run")}, progress=False)
+        settings: dict[str, Any] = {"run": {"folder": str(folder / "run")}, "progress": False}
+        found = run(folder, blank=blank, family=family, **settings)
         return float(list(found.success.values())[-1].removesuffix("%"))
 
     assert success(blank=False) >= 80

@@ -368,6 +368,70 @@ def save_llava_onevision(folder: Path) -> Path:
     return _save(folder, LlavaOnevisionForConditionalGeneration, config, processor, 0)
 
 
+class PixtralStandIn:
+    """Pixtral's processor, whose own module cannot be imported without torchvision."""
+
+    image_token, image_break, image_end = "[IMG]", "[IMG_BREAK]", "[IMG_END]"
+
+    def __init__(self, image_processor: Any, tokenizer: Any, side: int) -> None:
+        self.image_processor, self.tokenizer, self.side = image_processor, tokenizer, side
+
+    def __call__(self, text: str, images: list[Any], **_: Any) -> dict[str, Any]:
+        import torch
+
+        made = self.image_processor(images, patch_size=self.side, return_tensors="pt")
+        first, *others = text.split(self.image_token)
+        written = [first]
+        for (height, width), other in zip(made["image_sizes"], others, strict=True):
+            line = self.image_token * int(width // self.side)
+            lines = self.image_break.join([line] * int(height // self.side))
+            written += [lines, self.image_end, other]
+        ids = self.tokenizer("".join(written), add_special_tokens=False)["input_ids"]
+        sizes = torch.tensor([list(map(int, size)) for size in made["image_sizes"]])
+        return {
+            "input_ids": torch.tensor([ids]),
+            "attention_mask": torch.ones(1, len(ids), dtype=torch.long),
+            "pixel_values": made["pixel_values"],
+            "image_sizes": sizes,
+        }
+
+    def save_pretrained(self, folder: Path) -> None:
+        self.tokenizer.save_pretrained(folder)
+
+    @classmethod
+    def load(cls, folder: Any) -> PixtralStandIn:
+        from transformers import AutoTokenizer
+        from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+        images = PixtralImageProcessorPil(size={"longest_edge": 48}, patch_size=8)
+        return cls(images, AutoTokenizer.from_pretrained(folder), 8)
+
+
+def save_mistral3(folder: Path) -> Path:
+    """Mistral 3: Pixtral's tower, patches merged, images of any size."""
+    from transformers import Mistral3Config, Mistral3ForConditionalGeneration, MistralConfig
+
+    tokenizer = _tokenizer((PixtralStandIn.image_token, "[IMG_BREAK]", "[IMG_END]"))
+    config = Mistral3Config(
+        vision_config={
+            "model_type": "pixtral",
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 48,
+            "patch_size": 4,
+            "initializer_range": 0.3,
+        },
+        text_config=MistralConfig(**_text(len(tokenizer), sliding_window=None)),
+        image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"),
+        spatial_merge_size=2,
+        tie_word_embeddings=False,
+    )
+    processor = PixtralStandIn(None, tokenizer, 8)
+    return _save(folder, Mistral3ForConditionalGeneration, config, processor, 0)
+
+
 SAVERS = {
     "qwen2_vl": save_qwen2_vl,
     "qwen2_5_vl": save_qwen2_5_vl,
@@ -380,4 +444,5 @@ SAVERS = {
     "smolvlm": save_smolvlm,
     "idefics3": save_idefics3,
     "llava_onevision": save_llava_onevision,
+    "mistral3": save_mistral3,
 }

@@ -268,8 +268,11 @@ def ludus_mask(
     attention_mask: Tensor | None = None,
     **arguments: Any,
 ) -> Tensor | None:
-    """None where a context or causal attention needs no mask; transformers' own for padding and caches."""
-    if current_context() is not None or (attention_mask is None and q_length == kv_length):
+    """None where a context or causal attention needs no mask; transformers' own for padding and caches, and
+    where a model lets tokens see what stands behind them, as those of an image.
+    """
+    is_plain = attention_mask is None and q_length == kv_length
+    if current_context() is not None or (is_plain and arguments.get("allow_is_causal_skip", True)):
         return None
     arguments["allow_is_causal_skip"] = False
     mask: Tensor | None = sdpa_mask(
@@ -279,7 +282,7 @@ def ludus_mask(
         attention_mask=attention_mask,
         **arguments,
     )
-    return mask
+    return None if is_plain and mask is not None and not bool(mask.triu(1).any()) else mask
 
 
 AttentionInterface.register(NAME, ludus_attention)

@@ -34,6 +34,10 @@ def decoder_of(model: nn.Module) -> Any:
     return decoder
 
 
+_SEEING = ("qwen3_5", "qwen3_5_moe")
+"""Model types with a class for text alone beside the one that sees, which is loaded."""
+
+
 def auto_class(config: Any) -> Any:
     """The class of transformers that loads a causal LM of this configuration, its vision part included."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -42,7 +46,7 @@ def auto_class(config: Any) -> Any:
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     )
 
-    is_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    is_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and config.model_type not in _SEEING
     sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return AutoModelForImageTextToText if sees and not is_text else AutoModelForCausalLM
 
