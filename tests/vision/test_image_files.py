@@ -31,7 +31,7 @@ from ludus.core.images import (
 )
 from ludus.core.messages import IMAGE_MARK, Media, Message
 from ludus.core.task import Task
-from ludus.model.image_files import check_image, decode_image
+from ludus.model.image_files import check_image, decode_image, video_frames
 from ludus.rollouts.tasksets import load_tasks, undecodable_images
 from ludus.training.data.conversations import read_conversations
 
@@ -293,3 +293,20 @@ def test_check_recipe_decodes_every_image(tmp_path: Path) -> None:
     (tmp_path / "tasks.jsonl").write_text("\n".join(map(json.dumps, rows)))
     done = CliRunner().invoke(app, ["check", "recipe", str(recipe)])
     assert done.exit_code == 1 and "tasks.jsonl, line 2: " in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize("form", ["GIF", "WEBP"])
+def test_frames_of_an_animation_are_images(form: str) -> None:
+    frames = [Image.new("RGB", (8, 8), (number * 25, 0, 255 - number * 25)) for number in range(10)]
+    file = BytesIO()
+    more: dict[str, Any] = {"lossless": True} if form == "WEBP" else {}
+    frames[0].save(file, form, save_all=True, append_images=frames[1:], duration=100, **more)
+    for most, places in ((3, [0, 4, 9]), (1, [0]), (20, list(range(10)))):
+        found = video_frames(file.getvalue(), most)
+        shown = [decode_image(one.data or b"").getpixel((3, 3)) for one in found]
+        assert shown == [frames[place].getpixel((3, 3)) for place in places]
+    assert video_frames(RED.data or b"")[0].is_image
+    with pytest.raises(ImageError, match="no format that is read"):
+        video_frames(b"\0\0\0\x20ftypisom")
+    with pytest.raises(ValueError, match="at least one frame"):
+        video_frames(RED.data or b"", 0)

@@ -47,6 +47,24 @@ def decode_image(data: bytes) -> Image:
         return image
 
 
+def video_frames(data: bytes, most: int = 8) -> list[Media]:
+    """At most so many frames of an animation (GIF, WebP), at even distances, the first and the last included.
+
+    Each is an image of its own. Other videos are cut into images by other programs, such as ffmpeg.
+    """
+    if most < 1:
+        raise ValueError("video_frames needs at least one frame (most)")
+    made: list[Media] = []
+    with _opened(data) as opened:
+        count = int(getattr(opened, "n_frames", 1))
+        for place in np.unique(np.linspace(0, count - 1, min(most, count)).round().astype(int)).tolist():
+            opened.seek(place)
+            file = BytesIO()
+            opened.convert("RGBA" if "A" in opened.getbands() else "RGB").save(file, format="PNG")
+            made.append(Media.image(file.getvalue()))
+    return made
+
+
 class PixelBudget:
     """Bounds the pixels that threads decode at once, in the order in which they came."""
 
