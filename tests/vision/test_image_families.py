@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
-from vision_families import SAVERS, PixtralStandIn, save_qwen3_5
+from vision_families import SAVERS, PixtralStandIn
 from vision_models import noise
 
 from ludus.chat import Renderer, load_format
@@ -127,7 +127,8 @@ async def test_generated_tokens_are_the_stock_models(family: Family) -> None:
         family.check(tokens, media, await engine.generate(tokens, GREEDY, media=media))
         other, spans = family.context(shown[0], noise(4, TALL))
         found = await engine.generate(other, GREEDY, media=spans)
-        assert found.cached_tokens >= media[0].start
+        if family.name != "qwen3_5":  # states are kept at the ends of prompts alone
+            assert found.cached_tokens >= media[0].start
         family.check(other, spans, found)
         await engine.close()
 
@@ -335,10 +336,3 @@ def test_the_probe_sees_what_is_left_out(
     monkeypatch.setattr(image_layout, left_out, lambda model: None)
     with pytest.raises(ConfigError, match="does something else with images"):
         check_images(model)
-
-
-def test_the_vision_of_qwen3_5_is_read_as_its_own_forward_reads_it(tmp_path: Path) -> None:
-    """Its layers with a state are another matter."""
-    config = ModelConfig(name=str(save_qwen3_5(tmp_path)), device="cpu", vision="frozen")
-    model, tokenizer = load_model(config, 0)
-    assert tokenizer.images is not None and image_layout.has_rope_index(model)

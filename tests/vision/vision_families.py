@@ -436,6 +436,7 @@ SAVERS = {
     "qwen2_vl": save_qwen2_vl,
     "qwen2_5_vl": save_qwen2_5_vl,
     "qwen3_vl": save_qwen3_vl,
+    "qwen3_5": save_qwen3_5,
     "glm4v": save_glm4v,
     "gemma3": save_gemma3,
     "gemma4": save_gemma4,

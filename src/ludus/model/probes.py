@@ -389,7 +389,7 @@ def probe_head(model: nn.Module) -> None:
 
 FAMILIES = (
     "LLaVA, LLaVA-NeXT, LLaVA-OneVision, Idefics3, SmolVLM, InternVL, Mistral 3, Qwen2-VL, Qwen2.5-VL, "
-    "Qwen3-VL, GLM-4V, Gemma 3, Gemma 4"
+    "Qwen3-VL, Qwen3.5, GLM-4V, Gemma 3, Gemma 4"
 )
 _INSTEAD = f'use a model such as {FAMILIES}, or set model.vision = "off" to train it on text alone'
 
