@@ -27,6 +27,9 @@ from ludus.model.attention import LookAhead
 
 Ints = npt.NDArray[np.int64]
 
+ATTRIBUTE = "ludus_images"
+"""Where a model that is shown images has its processor."""
+
 
 class Encoded(Protocol):
     """An image as a model's processor gives it."""
@@ -123,8 +126,8 @@ def positions_of(lengths: Sequence[int], layouts: Sequence[ImageLayout]) -> Ints
 
 
 def _seeing(model: nn.Module) -> Any:
-    """The part of a model that has a vision part; None where there is none."""
-    return next((one for one in model.modules() if hasattr(one, "get_image_features")), None)
+    """The part of a model that has a vision part; None where there is none. Wrappers pretend to be it."""
+    return next((one for one in model.modules() if hasattr(type(one), "get_image_features")), None)
 
 
 def _positioned(model: nn.Module) -> Any:
@@ -140,9 +143,12 @@ def has_rope_index(model: nn.Module) -> bool:
 
 
 def both_ways(model: nn.Module) -> str | None:
-    """Which layers let an image's tokens see each other in both directions: "all", "windowed" ones, or None."""
+    """Which layers let an image's tokens see each other in both directions: "all", "windowed" ones, or None.
+
+    None as well of a model that is shown no images.
+    """
     inner = _seeing(model)
-    if inner is None:
+    if inner is None or getattr(inner, ATTRIBUTE, None) is None:
         return None
     if inner.config.model_type == "gemma3":
         return "all"

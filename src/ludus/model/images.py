@@ -36,6 +36,7 @@ from ludus.model.forward import DecoderInputs, hidden_states
 from ludus.model.hf_model import decoder_of, device_of, unwrapped
 from ludus.model.image_files import PixelBudget, decode_image, pixel_count
 from ludus.model.image_layout import (
+    ATTRIBUTE,
     ContextLayout,
     ImageLayout,
     both_ways,
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
 
 VIRTUAL = 1 << 62
 """Token ids from here on are virtual."""
-_ATTRIBUTE = "ludus_images"
 _PIXEL_BYTES = 1 << 29
 _DECODING = PixelBudget(MOST_PIXELS)
 """What all models of this process decode at once: a pixel takes some 20 bytes until its image is encoded."""
@@ -172,12 +172,12 @@ class ImageProcessor:
 
 def attach_images(model: nn.Module, processor: ImageProcessor) -> None:
     """Attach a processor to a model, where `images_of` finds it."""
-    setattr(unwrapped(model), _ATTRIBUTE, processor)
+    setattr(unwrapped(model), ATTRIBUTE, processor)
 
 
 def images_of(model: nn.Module) -> ImageProcessor | None:
     """The processor of a model that is shown images; None for one that reads text only."""
-    found: ImageProcessor | None = getattr(unwrapped(model), _ATTRIBUTE, None)
+    found: ImageProcessor | None = getattr(unwrapped(model), ATTRIBUTE, None)
     return found
 
 

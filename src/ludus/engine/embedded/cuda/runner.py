@@ -39,7 +39,7 @@ from ludus.kernels.device import on_device
 from ludus.model.forward import head_logits, hidden_states, stock_hidden_states
 from ludus.model.hf_model import device_of, sampling_mode
 from ludus.model.image_layout import both_ways, has_rope_index
-from ludus.model.images import forget_features, images_of
+from ludus.model.images import forget_features
 from ludus.model.kv_layers import kv_layers
 from ludus.model.packed_attention import PackedContext
 from ludus.model.probes import agree_up_to_rounding, computed_in_float32, probe_tokens
@@ -214,7 +214,7 @@ def usable_kv_shape(model: nn.Module, block_size: int) -> KVShape | str:
         return reason
     if state_layers(model):
         return "it has layers with recurrent states, which are run by the plain runner"
-    if both_ways(model) is not None and images_of(model) is not None:
+    if both_ways(model) is not None:
         return "the tokens of an image see each other in both directions, which the paged kernels do not know"
     try:
         with on_device(device):
