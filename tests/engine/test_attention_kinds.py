@@ -20,6 +20,7 @@ from ludus.model import (
     AttentionParams,
     ForestContext,
     PackedContext,
+    can_share_prefixes,
     checkpointable_layers,
     head_logits,
     hidden_states,
@@ -272,6 +273,42 @@ def test_attention_that_ludus_does_not_compute_is_refused_by_name(
     with pytest.raises(ConfigError, match=reason) as caught:
         use_ludus_attention(make_kind(kind, **changes))
     assert "docs/models.md" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"), [("gptj", {"rotary_dim": 4}), ("bloom", {}), ("mpt", {"expansion_ratio": 2})]
+)
+async def test_other_causal_models_run_row_by_row_with_a_warning(
+    kind: str, changes: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "d_model": 32, "n_layers": 2, "n_heads": 4}
+    with torch.random.fork_rng():
+        model = make_kind(kind, **sizes, **changes)
+        stock = make_kind(kind, **sizes, **changes)
+    with caplog.at_level(logging.WARNING):
+        use_ludus_attention(model)
+    assert "row by row" in caplog.text and "attention interface" in caplog.text
+    assert not can_share_prefixes(model)
+    assert "again for each token" in str(usable_kv_shape(model, block_size=4))
+    engine = EmbeddedEngine(
+        model, config=EngineConfig(max_running=4, tokens_per_step=13, cache_tokens=256)
+    )
+    contexts = prompts([5, 21, 14])
+    given = await asyncio.gather(*(engine.generate(c, Sampling(max_tokens=9)) for c in contexts))
+    for context, one in zip(contexts, given, strict=True):
+        expected = plain_logprobs(stock, context + one.tokens)[len(context) :]
+        assert one.logprobs == pytest.approx(expected, abs=1e-4)
+    await engine.close()
+    packed = PackedContext([len(row) for row in contexts])
+    hidden = hidden_states(model, _flat(contexts), packed.position_ids, packed)
+    parts = [
+        _logprobs(model, h, row) for h, row in zip(hidden.split(packed.lengths), contexts, strict=True)
+    ]
+    found, wanted = _gradient(model, parts), _one_by_one(stock, contexts)
+    assert float((found - wanted).norm() / wanted.norm()) < 1e-5
+    forest = ForestContext([5, 3], [-1, 0])
+    with pytest.raises(ConfigError, match="row by row"):
+        hidden_states(model, torch.arange(8), forest.position_ids, forest)
 
 
 def _plain_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, mask: Tensor) -> Tensor:

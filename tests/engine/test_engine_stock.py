@@ -24,6 +24,7 @@ from transformers import (
 from ludus.core import ConfigError, Sampling
 from ludus.engine import EmbeddedEngine, EngineConfig
 from ludus.model import use_ludus_attention
+from ludus.model.hf_model import rows_alone
 
 _SMALL = {
     "vocab_size": 97,
@@ -90,11 +91,14 @@ async def test_further_families(model: object) -> None:
     await engine.close()
 
 
-def test_a_window_that_only_the_mask_knows_is_refused() -> None:
+def test_a_window_that_only_the_mask_knows_is_not_read_by_ludus() -> None:
     model = make("mistral", sliding_window=200)
     model.config.layer_types = ["sliding_attention", "full_attention"]
     with pytest.raises(ConfigError, match="window"):
-        use_ludus_attention(model)
+        use_ludus_attention(model, or_alone=False)
+    use_ludus_attention(model)
+    assert "window" in str(rows_alone(model))
+    assert model.config._attn_implementation != "ludus"
 
 
 def test_a_model_without_attention_is_refused() -> None:
@@ -102,7 +106,7 @@ def test_a_model_without_attention_is_refused() -> None:
         RwkvConfig(vocab_size=97, hidden_size=16, num_hidden_layers=2, attention_hidden_size=16)
     )
     with pytest.raises(ConfigError, match="Rwkv"):
-        use_ludus_attention(model.eval())
+        use_ludus_attention(model.eval(), or_alone=False)
 
 
 def test_a_head_that_does_something_unknown_is_refused() -> None:

@@ -300,7 +300,7 @@ def test_a_layer_that_cannot_go_on_from_its_state_is_refused() -> None:
     layer.linear_attn = _Echo(layer.linear_attn)
     words = r"layer 0 \(_Echo\) computes a sequence in pieces, .* otherwise than at once"
     with pytest.raises(ConfigError, match=words):
-        use_ludus_attention(model)
+        use_ludus_attention(model, or_alone=False)
     assert model.config._attn_implementation != "ludus"
 
 

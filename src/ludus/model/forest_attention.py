@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ludus.model.attention import AttentionParams, attend, positional_mask, split_by_length
-from ludus.model.hf_model import decoder_of, device_of, head_shape
+from ludus.model.hf_model import decoder_of, device_of, head_shape, rows_alone
 from ludus.model.image_layout import both_ways
 from ludus.model.packed_attention import (
     HALF,
@@ -73,6 +73,8 @@ class _Group:
 
 class ForestContext(PackedContext):
     """Attention of each node's tokens to those of its ancestors and, causally, to its own."""
+
+    shares_tokens = True
 
     def __init__(
         self, lengths: Sequence[int], parents: Sequence[int], device: torch.device | str = "cpu"
@@ -220,6 +222,8 @@ def can_share_prefixes(model: nn.Module) -> bool:
     if both_ways(model) is not None:
         return False
     device = device_of(model)
+    if rows_alone(model) is not None:
+        return False
     if device.type != "cuda":
         return device.type == "cpu"
     decoder = decoder_of(model)

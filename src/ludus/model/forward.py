@@ -30,7 +30,15 @@ from ludus.model.attention import (
     running,
 )
 from ludus.model.fused_model import decoder_parts, fused_hidden_states, unsupported
-from ludus.model.hf_model import checkpointed_layers, decoder_of, device_of, text_config, unwrapped
+from ludus.model.hf_model import (
+    checkpointed_layers,
+    decoder_of,
+    device_of,
+    rows_alone,
+    text_config,
+    unwrapped,
+)
+from ludus.model.packed_attention import PackedContext
 
 NAME = "ludus"
 CONTEXT = "ludus_attention"
@@ -117,7 +125,7 @@ def hidden_states(
 
     `position_ids` are [T], or [3, T] where tokens of images have positions in three dimensions.
     """
-    parts = None if unavailable(device_of(model)) else decoder_parts(decoder_of(model))
+    parts = None if why_not_fused(model) else decoder_parts(decoder_of(model))
     if parts is not None and (inputs is None or not inputs.others):
         embedded_TH = None if inputs is None else inputs.embedded_TH
         checkpointed = checkpointed_layers(model)
@@ -133,6 +141,8 @@ def stock_hidden_states(
     inputs: DecoderInputs | None = None,
 ) -> Tensor:
     """[T, hidden]: the same by the Hugging Face module's own forward."""
+    if rows_alone(model) is not None:
+        return _row_by_row(model, input_ids, context, inputs)
     read: dict[str, Any] = (
         {"input_ids": input_ids[None]}
         if inputs is None
@@ -150,9 +160,24 @@ def stock_hidden_states(
     return states
 
 
+def _row_by_row(
+    model: nn.Module, input_ids: Tensor, context: AttentionContext, inputs: DecoderInputs | None
+) -> Tensor:
+    """[T, hidden]: one pass for each packed row, from its first token on, with nothing of Ludus in it."""
+    if not isinstance(context, PackedContext) or context.shares_tokens or inputs is not None:
+        raise ConfigError(
+            f"{type(unwrapped(model)).__name__} is run row by row, which is for whole rows of text alone"
+        )
+    states = [
+        decoder_of(model)(input_ids=row[None], use_cache=False).last_hidden_state[0]
+        for row in torch.split(input_ids, context.lengths)
+    ]
+    return torch.cat(states)
+
+
 def why_not_fused(model: nn.Module) -> str | None:
     """Why the module's own forward is used; None when the fused one is."""
-    return unavailable(device_of(model)) or unsupported(decoder_of(model))
+    return rows_alone(model) or unavailable(device_of(model)) or unsupported(decoder_of(model))
 
 
 # Attention as transformers calls it.
@@ -199,11 +224,15 @@ def ludus_attention(
     if layer is None:
         raise ConfigError(f"{name} does not say which layer it is (layer_idx)")
     if attention_mask is not None:
-        raise ConfigError(
+        raise SparseAttentionError(
             f"layer {layer} ({name}) chooses what its tokens see by a mask of its own, as sparse attention "
             f"does, which would be wrong for packed and cached tokens. {INSTEAD}"
         )
     return context.attend(layer, _tuned(module, query), key, value, params), None
+
+
+class SparseAttentionError(ConfigError):
+    """Tokens choose what they see: rounding decides between equal scores, so no other computation is exact."""
 
 
 def _chunk(module: nn.Module) -> int | None:

@@ -8,7 +8,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ludus.core.failures import ConfigError
@@ -32,6 +32,23 @@ def decoder_of(model: nn.Module) -> Any:
     if decoder is inner or not hasattr(decoder, "get_input_embeddings"):
         raise ConfigError(f"{type(inner).__name__} does not say which part of it is the decoder")
     return decoder
+
+
+_ALONE = "ludus_rows_alone"
+
+
+def rows_alone(model: nn.Module) -> str | None:
+    """Why each row goes through the module's own forward by itself; None where Ludus' attention serves it.
+
+    It is kept in the decoder, so that a copy of the model is run in the same way.
+    """
+    reason: str | None = vars(decoder_of(model)).get(_ALONE)
+    return reason
+
+
+def run_rows_alone(model: nn.Module, reason: str) -> None:
+    """Run each row by itself from now on."""
+    setattr(decoder_of(model), _ALONE, reason)
 
 
 _SEEING = ("qwen3_5", "qwen3_5_moe")
@@ -92,6 +109,67 @@ def sampling_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextmanager
+def computed_in_float32(model: nn.Module) -> Iterator[None]:
+    """Run the decoder's own forward in float32, whatever format its weights have.
+
+    Each block is converted when it is called and put back afterwards, so one block at a time needs the memory.
+    The parameters keep their storage: what knows their addresses (graphs, optimizers) sees no change.
+    """
+    decoder = decoder_of(model)
+    swapped: dict[Tensor, Tensor] = {}
+
+    def widen(tensors: Iterator[Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.dtype in (torch.bfloat16, torch.float16) and tensor not in swapped:
+                swapped[tensor] = tensor.data
+                tensor.data = tensor.data.float()
+
+    def restore(tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            if tensor in swapped:
+                tensor.data = swapped.pop(tensor)
+
+    def before(block: nn.Module, *_: Any) -> None:
+        widen(_tensors(block))
+
+    def after(block: nn.Module, *_: Any) -> None:
+        restore(list(_tensors(block)))
+
+    precision = torch.get_float32_matmul_precision()
+    hooks = [
+        hook
+        for block in _called_modules(decoder)
+        for hook in (
+            block.register_forward_pre_hook(before, prepend=True),
+            block.register_forward_hook(after, always_call=True),
+        )
+    ]
+    try:
+        torch.set_float32_matmul_precision("highest")
+        widen(_tensors(decoder, recurse=False))
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        for hook in hooks:
+            hook.remove()
+        restore(list(swapped))
+
+
+def _tensors(module: nn.Module, recurse: bool = True) -> Iterator[Tensor]:
+    yield from module.parameters(recurse)
+    yield from module.buffers(recurse)
+
+
+def _called_modules(decoder: nn.Module) -> Iterator[nn.Module]:
+    """Modules that a decoder calls in order: embedding, layers, final norm."""
+    for child in decoder.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from child.children()
+        else:
+            yield child
 
 
 # Activation checkpointing. The number of layers is kept beside the model: Hugging Face's forward reads the flag

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ludus.model.attention import AttentionParams
 from ludus.model.forward import hidden_states
-from ludus.model.hf_model import sampling_mode
+from ludus.model.hf_model import rows_alone, sampling_mode
 from ludus.model.probes import probe_tokens
 from ludus.model.state_layers import LayerStates, StateCall, StateShapes, state_layers
 
@@ -98,6 +98,8 @@ def state_shapes(model: nn.Module) -> StateShapes:
 
 def _recorded(model: nn.Module) -> _Recorder:
     recorder = _Recorder()
+    if rows_alone(model) is not None:
+        return recorder
     tokens = probe_tokens(model, 1)
     with torch.no_grad(), sampling_mode(model):
         hidden_states(model, tokens, torch.zeros_like(tokens), recorder)

@@ -329,6 +329,9 @@ class PackedContext:
     Where images' tokens see each other (`ahead`), it is masked attention in padded groups on every device.
     """
 
+    shares_tokens = False
+    """Whether a token may belong to several sequences."""
+
     def __init__(
         self,
         lengths: Sequence[int],

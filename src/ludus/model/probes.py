@@ -26,6 +26,7 @@ from ludus.model.attention import AttentionParams
 from ludus.model.forward import (
     INSTEAD,
     NAME,
+    SparseAttentionError,
     head_logits,
     hidden_states,
     stock_hidden_states,
@@ -33,8 +34,11 @@ from ludus.model.forward import (
 )
 from ludus.model.fused_model import disable_fused
 from ludus.model.hf_model import (
+    computed_in_float32,
     decoder_of,
     device_of,
+    rows_alone,
+    run_rows_alone,
     sampling_mode,
     text_config,
     unwrapped,
@@ -49,7 +53,7 @@ from ludus.model.images import (
     row_hidden_states,
     with_features,
 )
-from ludus.model.packed_attention import HALF, PackedContext
+from ludus.model.packed_attention import PackedContext
 from ludus.model.state_layers import StateCall, adopt_state_layers, check_states
 
 _EXACT = 1e-4
@@ -91,74 +95,53 @@ def _relative_error(given_TD: Tensor, exact_TD: Tensor) -> float:
     return float(distance_T.mean())
 
 
-@contextmanager
-def computed_in_float32(model: nn.Module) -> Iterator[None]:
-    """Run the decoder's own forward in float32, whatever format its weights have.
-
-    Each block is converted when it is called and put back afterwards, so one block at a time needs the memory.
-    The parameters keep their storage: what knows their addresses (graphs, optimizers) sees no change.
-    """
-    decoder = decoder_of(model)
-    swapped: dict[Tensor, Tensor] = {}
-
-    def widen(tensors: Iterator[Tensor]) -> None:
-        for tensor in tensors:
-            if tensor.dtype in HALF and tensor not in swapped:
-                swapped[tensor] = tensor.data
-                tensor.data = tensor.data.float()
-
-    def restore(tensors: list[Tensor]) -> None:
-        for tensor in tensors:
-            if tensor in swapped:
-                tensor.data = swapped.pop(tensor)
-
-    def before(block: nn.Module, *_: Any) -> None:
-        widen(_tensors(block))
-
-    def after(block: nn.Module, *_: Any) -> None:
-        restore(list(_tensors(block)))
-
-    precision = torch.get_float32_matmul_precision()
-    hooks = [
-        hook
-        for block in _called_modules(decoder)
-        for hook in (
-            block.register_forward_pre_hook(before, prepend=True),
-            block.register_forward_hook(after, always_call=True),
-        )
-    ]
-    try:
-        torch.set_float32_matmul_precision("highest")
-        widen(_tensors(decoder, recurse=False))
-        yield
-    finally:
-        torch.set_float32_matmul_precision(precision)
-        for hook in hooks:
-            hook.remove()
-        restore(list(swapped))
-
-
-def _tensors(module: nn.Module, recurse: bool = True) -> Iterator[Tensor]:
-    yield from module.parameters(recurse)
-    yield from module.buffers(recurse)
-
-
-def _called_modules(decoder: nn.Module) -> Iterator[nn.Module]:
-    """Modules that a decoder calls in order: embedding, layers, final norm."""
-    for child in decoder.children():
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from child.children()
-        else:
-            yield child
-
-
 _PROBED_LAYERS = 2
 _PROBE_LENGTHS = (5, 3, 8, 7)
 
 log = logging.getLogger(__name__)
 
 
-def use_ludus_attention(model: nn.Module) -> None:
+def use_ludus_attention(model: nn.Module, *, or_alone: bool = True) -> None:
+    """Switch `model` to the attention function of Ludus, or run each row alone where it does not fit.
+
+    A causal model that Ludus' attention does not fit is then run by its own forward alone, row by row and
+    without a KV cache, with a warning: exact, and slow. It is refused if it is not causal, if its head does
+    something unknown, or if it may not run `or_alone`.
+    """
+    decoder_of(model)
+    _check_rotation(model)
+    if rows_alone(model) is not None:
+        return
+    try:
+        _switch(model)
+    except ConfigError as error:
+        if not or_alone or isinstance(error, SparseAttentionError) or not _is_causal_alone(model):
+            raise
+        run_rows_alone(model, str(error))
+        log.warning(
+            "%s is run row by row and without a KV cache, every context anew for each token: for small models "
+            "and short contexts only (%s)",
+            type(unwrapped(model)).__name__,
+            error,
+        )
+
+
+def _is_causal_alone(model: nn.Module) -> bool:
+    """Whether each token depends on those before it alone, and the head is one that Ludus computes."""
+    tokens = probe_tokens(model, sum(_PROBE_LENGTHS))
+    decoder = decoder_of(model)
+    try:
+        with torch.no_grad(), sampling_mode(model), computed_in_float32(model):
+            parts = [tokens[:length] for length in range(1, len(tokens) + 1)]
+            states = [decoder(input_ids=p[None], use_cache=False).last_hidden_state[0] for p in parts]
+        probe_head(model)
+    except (ConfigError, RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError):
+        return False
+    last = torch.cat([one[-1:] for one in states])
+    return bool(last.isfinite().all()) and agree(last, states[-1])
+
+
+def _switch(model: nn.Module) -> None:
     """Switch `model` to the attention function of Ludus; refuse an architecture it does not fit.
 
     A short probe compares packed sequences with the architecture's own eager attention, sequence by
@@ -166,8 +149,6 @@ def use_ludus_attention(model: nn.Module) -> None:
     precision may differ by rounding. Calling it twice does no harm.
     """
     inner = unwrapped(model)
-    decoder_of(model)
-    _check_rotation(model)
     _check_sparse(model)
     adopt_state_layers(model)
     config = text_config(model)
@@ -226,7 +207,8 @@ def probe_architecture(model: nn.Module) -> None:
         config.num_kv_shared_layers = 0  # the layers that share are the last ones
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        use_ludus_attention(type(inner)._from_config(shallow, dtype=inner.dtype).eval())
+        made = type(inner)._from_config(shallow, dtype=inner.dtype).eval()
+        use_ludus_attention(made, or_alone=False)
 
 
 def _warn_if_slow(model: nn.Module) -> None:
@@ -295,7 +277,7 @@ def _check_sparse(model: nn.Module) -> None:
     """Refuse layers that choose the tokens that they see, by keys of their own that no KV cache here keeps."""
     for name, module in decoder_of(model).named_modules():
         if isinstance(getattr(module, "indexer", None), nn.Module):
-            raise ConfigError(
+            raise SparseAttentionError(
                 f"{name} ({type(module).__name__}) chooses by an indexer what its tokens see (sparse "
                 f"attention), which Ludus cannot run. {INSTEAD}"
             )

@@ -63,7 +63,7 @@ def _architecture(report: ModelReport, config: Any) -> bool:
     from ludus.model import decoder_of, use_ludus_attention
     from ludus.model.forest_attention import can_share_prefixes
     from ludus.model.fused_model import unsupported
-    from ludus.model.hf_model import auto_class
+    from ludus.model.hf_model import auto_class, rows_alone
     from ludus.model.probes import check_positions
     from ludus.model.tiny import tiny_config
     from ludus.training.models.lora import lora_targets
@@ -88,6 +88,8 @@ def _architecture(report: ModelReport, config: Any) -> bool:
         taken=True,
         family=kind,
     )
+    if (alone := rows_alone(tiny)) is not None:
+        report.say("warning", f"it is run row by row and without a KV cache, which is slow: {alone}")
     reason = unsupported(decoder_of(tiny))
     fused = "the fused forward and CUDA graphs" if reason is None else f"its own forward ({reason})"
     report.say("info", f"on a GPU: {fused}", fused=reason is None)

@@ -32,9 +32,10 @@ from ludus.engine.embedded.request import Chunk
 from ludus.engine.embedded.state_cache import StateCache
 from ludus.model.attention import LookAhead
 from ludus.model.forward import DecoderInputs, head_logits, hidden_states
-from ludus.model.hf_model import context_limit, device_of
+from ludus.model.hf_model import context_limit, device_of, rows_alone
 from ludus.model.images import VIRTUAL, embedded_parts, forget_features, images_of
 from ludus.model.kv_layers import state_shapes
+from ludus.model.packed_attention import PackedContext
 
 # Rows of hidden states that go through the head at once when a prompt is scored.
 _HEAD_ROWS = 1024
@@ -114,15 +115,14 @@ class TorchModelRunner:
         self._kv_cache.ensure(blocks)
         device = device_of(self._model)
         ids, positions, batch = flat_batch(chunks, block_tables, self._kv_cache.block_size)
-        context = PagedContext(batch, self._kv_cache, device)
         ids_T = torch.from_numpy(ids).to(device)
-        hidden_TH = hidden_states(
-            self._model,
-            ids_T,
-            torch.from_numpy(rotary_positions(chunks, positions)).to(device),
-            context,
-            embedded_chunks(self._model, chunks, ids_T),
-        )
+        embedded = embedded_chunks(self._model, chunks, ids_T)
+        if rows_alone(self._model) is not None and embedded is None:
+            hidden_TH = _whole_contexts(self._model, chunks, device)
+        else:
+            context = PagedContext(batch, self._kv_cache, device)
+            positions_T = torch.from_numpy(rotary_positions(chunks, positions)).to(device)
+            hidden_TH = hidden_states(self._model, ids_T, positions_T, context, embedded)
         ends = np.cumsum(batch.counts)
         results = StepResults()
         chosen = [
@@ -149,6 +149,15 @@ class TorchModelRunner:
 
     def close(self) -> None:
         """Nothing here is kept."""
+
+
+def _whole_contexts(model: nn.Module, chunks: Sequence[Chunk], device: torch.device) -> Tensor:
+    """Hidden states of the chunks' tokens, where nothing is kept of those before: all are computed again."""
+    packed = PackedContext([chunk.stop for chunk in chunks], device)
+    tokens = [token for chunk in chunks for token in chunk.request.tokens[: chunk.stop]]
+    ids_T = torch.tensor(tokens, device=device)
+    hidden = torch.split(hidden_states(model, ids_T, packed.position_ids[0], packed), packed.lengths)
+    return torch.cat([part[chunk.start :] for part, chunk in zip(hidden, chunks, strict=True)])
 
 
 def embedded_chunks(model: nn.Module, chunks: Sequence[Chunk], ids_T: Tensor) -> DecoderInputs | None:

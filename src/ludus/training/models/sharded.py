@@ -97,7 +97,7 @@ def source_for_ranks(
             return ModelSource(config, seed)
     on_host = config.model_copy(update={"device": "cpu", "dtype": _named(config)})
     whole, tokenizer = load_model(on_host, seed, corpus)
-    use_ludus_attention(whole)
+    use_ludus_attention(whole, or_alone=False)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {n.replace(".base_layer.", "."): t for n, t in kept_tensors(unwrapped(whole)).items()}
     write_shards(folder / WEIGHTS, {n: t for n, t in tensors.items() if "lora_" not in n})

@@ -37,12 +37,12 @@ from ludus.engine.embedded.runner import StepResults, sample_chunks
 from ludus.kernels import sample_at_temperature, unavailable
 from ludus.kernels.device import on_device
 from ludus.model.forward import head_logits, hidden_states, stock_hidden_states
-from ludus.model.hf_model import device_of, sampling_mode
+from ludus.model.hf_model import computed_in_float32, device_of, rows_alone, sampling_mode
 from ludus.model.image_layout import both_ways, has_rope_index
 from ludus.model.images import forget_features
 from ludus.model.kv_layers import kv_layers
 from ludus.model.packed_attention import PackedContext
-from ludus.model.probes import agree_up_to_rounding, computed_in_float32, probe_tokens
+from ludus.model.probes import agree_up_to_rounding, probe_tokens
 from ludus.model.state_layers import state_layers
 
 Ints = npt.NDArray[np.int64]
@@ -228,6 +228,8 @@ def usable_kv_shape(model: nn.Module, block_size: int) -> KVShape | str:
 
 def kv_shape(model: nn.Module) -> KVShape | str:
     """The KV shape of all layers, or why the kernels cannot be used."""
+    if (reason := rows_alone(model)) is not None:
+        return f"each context is computed again for each token ({reason})"
     found, shared = kv_layers(model)
     kinds = {(one.kv_heads, one.key_size, one.dtype) for one in found.values()}
     if any(one.params.sinks is not None for one in found.values()):
