@@ -295,7 +295,7 @@ def test_an_unknown_command_is_answered_with_those_like_it_or_all(
 ) -> None:
     for words, said in (
         (["trian"], "Did you mean 'train'?"),
-        (["check", "everything"], "The commands are: recipe, env, tool, data, reward, sandbox."),
+        (["check", "everything"], "The commands are: recipe, model, env, tool, data, reward, sandbox."),
     ):
         assert run_command(lambda words=words, **options: app(words, **options)) == 2
         assert said in " ".join(capsys.readouterr().err.split())
