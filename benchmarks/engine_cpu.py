@@ -6,7 +6,8 @@
 First a batch that starts and ends together, the best case of Hugging Face `generate` with its own cache:
 its speed, the engine's, and the floor, which is the model's forward pass over one token per row with an
 attention that costs nothing. Then a rollout of several turns, where the engine keeps each session's KV and
-`generate` starts over with every turn. Then short requests that arrive one after the other while a long prompt
+`generate` starts over with every turn. The first of these again with a model of which three in four layers keep
+a state instead of KV (Qwen3.5's). Then short requests that arrive one after the other while a long prompt
 is computed: first come, first served against the scheduler's rule, which lets them pass, each with large and
 small steps. Runs alternate; the best of each is reported. Times beside a long prompt are CPU times of this
 process, with one thread, so that other jobs on the machine do not count.
@@ -22,7 +23,7 @@ from statistics import median
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from ludus.core import Sampling
 from ludus.engine import EmbeddedEngine, EngineConfig, Scheduler
@@ -54,12 +55,34 @@ def tiny_model(hidden: int, layers: int, positions: int = 2048) -> LlamaForCausa
     return LlamaForCausalLM(config).eval()
 
 
+def hybrid_model(hidden: int, layers: int) -> PreTrainedModel:
+    """Of the tiny model's size, with the gated delta rule in three of four layers."""
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    torch.manual_seed(0)
+    config = Qwen3_5TextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        layer_types=["full_attention" if i % 4 == 3 else "linear_attention" for i in range(layers)],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=hidden // 4,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=hidden // 4,
+        linear_value_head_dim=hidden // 4,
+    )
+    return Qwen3_5ForCausalLM(config).eval()
+
+
 def prompts(rows: int, length: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(1)
     return torch.randint(5, VOCABULARY, (rows, length), generator=generator).tolist()
 
 
-def stock(model: LlamaForCausalLM, contexts: list[list[int]], new: int) -> list[list[int]]:
+def stock(model: PreTrainedModel, contexts: list[list[int]], new: int) -> list[list[int]]:
     """Sampled continuations by `generate`; contexts are of one length."""
     model.set_attn_implementation("sdpa")
     ids = torch.tensor(contexts)
@@ -91,7 +114,7 @@ async def with_engine(
     return [completion.tokens for completion in sampled]
 
 
-def floor_seconds(model: LlamaForCausalLM, rows: int, steps: int = 40) -> float:
+def floor_seconds(model: PreTrainedModel, rows: int, steps: int = 40) -> float:
     ids, positions = torch.zeros(rows, dtype=torch.long), torch.arange(rows)
     times = []
     with torch.inference_mode():
@@ -103,7 +126,9 @@ def floor_seconds(model: LlamaForCausalLM, rows: int, steps: int = 40) -> float:
     return min(times)
 
 
-async def single_turn(model: LlamaForCausalLM, rows: int, prompt: int, new: int, repeats: int) -> None:
+async def single_turn(
+    model: PreTrainedModel, rows: int, prompt: int, new: int, repeats: int, *, floor: bool = True
+) -> None:
     contexts = prompts(rows, prompt)
     stock_times, engine_times = [], []
     for _ in range(repeats):
@@ -117,17 +142,19 @@ async def single_turn(model: LlamaForCausalLM, rows: int, prompt: int, new: int,
         stats = engine.stats
         await engine.close()
     tokens = rows * new
-    floor = floor_seconds(model, rows)
     theirs, ours = tokens / min(stock_times), tokens / min(engine_times)
-    report(f"single turn: {rows} rows x {prompt} prompt + {new} new tokens")
+    kind = type(model).__name__.removesuffix("ForCausalLM")
+    report(f"single turn of {kind}: {rows} rows x {prompt} prompt + {new} new tokens")
     report(f"  stock generate   {theirs:10,.0f} tokens/s")
     report(f"  engine           {ours:10,.0f} tokens/s   {ours / theirs:.2f}x stock")
     step = stats.busy_seconds / stats.steps
     report(f"  engine's step    {step * 1e3:10.1f} ms on average, prompts included")
-    report(f"  floor of a step  {floor * 1e3:10.1f} ms for one token per row, without attention")
+    if floor:
+        least = floor_seconds(model, rows) * 1e3
+        report(f"  floor of a step  {least:10.1f} ms for one token per row, without attention")
 
 
-async def multi_turn(model: LlamaForCausalLM, rows: int, prompt: int, new: int, turns: int) -> None:
+async def multi_turn(model: PreTrainedModel, rows: int, prompt: int, new: int, turns: int) -> None:
     observation = [7] * 10
     contexts = prompts(rows, prompt)
     started = time.perf_counter()
@@ -149,7 +176,7 @@ async def multi_turn(model: LlamaForCausalLM, rows: int, prompt: int, new: int, 
 
 
 async def beside_long_prompt(
-    model: LlamaForCausalLM, long: int, step: int, share: float
+    model: PreTrainedModel, long: int, step: int, share: float
 ) -> tuple[float, float, float]:
     """CPU seconds of a long prompt; of short requests that arrive meanwhile: first token and reply, medians."""
     (context,) = prompts(1, long)
@@ -178,7 +205,7 @@ async def beside_long_prompt(
     return took, median(firsts), median(ends)
 
 
-async def fairness(model: LlamaForCausalLM, long: int, repeats: int) -> None:
+async def fairness(model: PreTrainedModel, long: int, repeats: int) -> None:
     kinds = [(step, share) for step in (2048, 512) for share in (1.0, Scheduler.long_share)]
     found = {kind: [await beside_long_prompt(model, long, *kind)] for kind in kinds}
     for _ in range(repeats - 1):
@@ -212,6 +239,8 @@ def main() -> None:
     model = tiny_model(given.hidden, given.layers)
     asyncio.run(single_turn(model, given.rows, given.prompt, given.new, given.repeats))
     asyncio.run(multi_turn(model, given.rows, given.prompt // 2, 8, given.turns))
+    hybrid = hybrid_model(given.hidden, given.layers + 1)
+    asyncio.run(single_turn(hybrid, given.rows, given.prompt, given.new, given.repeats, floor=False))
     torch.set_num_threads(1)
     model = tiny_model(given.hidden, given.layers, positions=given.long + 64)
     asyncio.run(fairness(model, given.long, given.repeats))

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 from stage_runs import Talker, assert_same_runs
+from test_state_runs import tiny_qwen
 from training_helpers import TINY, add, even, expert, tasks
 
 import ludus
@@ -72,7 +73,12 @@ class Unsteady(ludus.Agent):
 
 
 def attempt(
-    folder: str, checkpoint_every: int, stages: list[dict[str, Any]], engines: int, ready: Connection
+    folder: str,
+    checkpoint_every: int,
+    stages: list[dict[str, Any]],
+    engines: int,
+    model: str | None,
+    ready: Connection,
 ) -> None:
     """What a process does: begin the run, or go on with it. One episode at a time, on one core."""
     code: dict[str, Any] = {
@@ -82,6 +88,8 @@ def attempt(
     tables = {name: table for name, table in TINY.items() if name != "rl"}
     run = {"folder": folder, "checkpoint_every": checkpoint_every, "keep_checkpoints": 2}
     tables |= {"max_in_flight": 1, "stage": stages, "evaluation": {"every": 2}, "run": run}
+    if model is not None:
+        tables["model"] = {"name": model}
     if stages == ASYNC:
         code |= {"agent": Unsteady(), "demonstrations": None, "group_rewards": None}
         tables |= {"max_in_flight": 64, "cluster": {"engines": engines}}
@@ -106,6 +114,8 @@ class Killer:
     stages: list[dict[str, Any]]
     engines: int = 0
     """Of an asynchronous run: processes that sample."""
+    model: str | None = None
+    """A folder; a model from scratch when left out."""
     took: float = 0.0
     """How long a whole run takes."""
     kills: list[tuple[int, int]] = field(default_factory=list)
@@ -117,9 +127,8 @@ class Killer:
             heavy = ["ludus", "pyarrow.parquet", "matplotlib.pyplot", "ludus.training"]
             context.set_forkserver_preload([*heavy, "transformers.models.llama.modeling_llama"])
         heard, ready = context.Pipe(duplex=False)
-        process = context.Process(
-            target=attempt, args=(str(run), checkpoint_every, self.stages, self.engines, ready)
-        )
+        given = (str(run), checkpoint_every, self.stages, self.engines, self.model, ready)
+        process = context.Process(target=attempt, args=given)
         process.start()
         ready.close()
         assert heard.poll(HANG) and heard.recv() == "ready", "the process did not get to its start"
@@ -174,6 +183,21 @@ def _reached(run: Path) -> tuple[int, int]:
 def test_a_killed_run_is_the_same_run(tmp_path: Path) -> None:
     """Three kills in one run."""
     killer, draw = Killer("forkserver", SHORT), random.Random(1)
+    killer.run_whole(tmp_path / "whole", 2)
+    for _ in range(3):
+        killer.kill(tmp_path / "cut", 2, killer.took * draw.uniform(0.2, 0.35))
+    killer.finish(killer.start(tmp_path / "cut", 2))
+    assert killer.kills, "the machine was too fast for a single kill"
+    assert_same_runs(tmp_path / "whole", tmp_path / "cut")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_killed_run_of_a_model_with_states_is_the_same_run(tmp_path: Path) -> None:
+    killer, draw = (
+        Killer("forkserver", SHORT, model=str(tiny_qwen(tmp_path / "model"))),
+        random.Random(2),
+    )
     killer.run_whole(tmp_path / "whole", 2)
     for _ in range(3):
         killer.kill(tmp_path / "cut", 2, killer.took * draw.uniform(0.2, 0.35))
