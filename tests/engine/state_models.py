@@ -146,7 +146,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_mem_blocks": 1,
         },
     ),
-    "bailing_hybrid": ("BailingHybridConfig", _LATENT),
+    "bailing_hybrid": (
+        "BailingHybridConfig",
+        {
+            **_LATENT,
+            "linear_head_dim": 8,
+            "linear_num_heads": 4,
+            "num_experts": 4,
+            "num_experts_per_token": 2,
+            "num_expert_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 16,
+        },
+    ),
     "mamba": ("MambaConfig", _MAMBA1),
     "falcon_mamba": ("FalconMambaConfig", _MAMBA1),
 }
