@@ -112,6 +112,17 @@ def test_nothing_is_allocated_and_experts_count() -> None:
     assert size.unfused
 
 
+def test_a_vision_tower_whose_first_weights_are_numbers_is_counted() -> None:
+    """SigLIP's are drawn by values that nothing fake has; the tower is frozen."""
+    from transformers import Gemma3Config
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 16}
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "image_size": 28}
+    config = Gemma3Config(text_config=sizes, vision_config=vision | {"num_attention_heads": 2})
+    size = model_size(config, torch.bfloat16)
+    assert 0 < size.trained < size.parameters
+
+
 def test_an_adapter_counts_its_own_weights() -> None:
     peft = pytest.importorskip("peft")
     config = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, vocab_size=100)

@@ -111,8 +111,14 @@ _sizes: dict[tuple[Any, ...], ModelSize] = {}
 @contextmanager
 def _fake() -> Iterator[None]:
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from transformers.initialization import no_init_weights
 
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
+    # initial weights are made of numbers in some vision towers, which nothing fake has
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        no_init_weights(),
+        torch.random.fork_rng(devices=[]),
+    ):
         yield
 
 
@@ -131,6 +137,7 @@ def _measured_size(
 ) -> ModelSize:
     with _fake():
         model: Any = auto_class(config).from_config(config, dtype=dtype)
+        model.tie_weights()
         for parameter in vision_parameters(model) if hasattr(model, "get_image_features") else ():
             parameter.requires_grad_(False)
         switch_attention(model)
