@@ -28,6 +28,7 @@ import copy
 import json
 import logging
 import os
+import re
 import resource
 import signal
 import sys
@@ -182,12 +183,22 @@ def why_not_decoder_only(model: nn.Module) -> str:
 async def sampling_error(model: nn.Module, stock: nn.Module) -> float:
     """The largest difference between the engine's log-probabilities and the reference's."""
     found = 0.0
+    placeholders = {
+        token
+        for name, token in vars(stock.config).items()
+        if re.match("(image|video|audio|boi|eoi).*token_(id|index)$", name)
+    }
 
     def compare(tokens: Sequence[int], start: int, logprobs: Sequence[float]) -> None:
         nonlocal found
         with torch.no_grad():
             expected = row_logprobs(stock, tokens)[start:]
-        found = max(found, float((torch.tensor(logprobs) - expected).abs().max()))
+        # behind the placeholder of an image that is not there, own forwards read something else
+        stop = (
+            next((i for i, token in enumerate(tokens) if token in placeholders), len(tokens)) + 1 - start
+        )
+        if stop > 0:
+            found = max(found, float((torch.tensor(logprobs) - expected)[:stop].abs().max()))
 
     for cache, running in ((4096, 8), (96, 4)):  # the second cannot hold all that runs
         config = EngineConfig(

@@ -90,6 +90,17 @@ def test_layers_that_differ_differ_in_small_too() -> None:
     assert [one["head_dim"] for one in small["per_layer_config"].values()] == [32]
 
 
+def test_rotary_sections_fit_small_heads() -> None:
+    table = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
+    config = AutoConfig.for_model("qwen2_5_vl", text_config={"rope_parameters": table})
+    small = tiny_config(config).get_text_config().rope_parameters
+    assert small["mrope_section"] == [2, 3, 3]
+    table |= {"mrope_section": [8, 12, 12], "partial_rotary_factor": 0.5}
+    config = AutoConfig.for_model("glm4v", text_config={"rope_parameters": table})
+    small = tiny_config(config).get_text_config().rope_parameters
+    assert small["mrope_section"] == [2, 1, 1]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_no_family_is_sampled_or_trained_wrongly(families: ModuleType) -> None:

@@ -184,7 +184,8 @@ def _rotation(given: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, 
         if isinstance(value, dict):
             made[name] = _rotation(value, config)
         elif name == "mrope_section":
-            made[name] = _sections(value)
+            size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+            made[name] = _sections(value, sum(value) * HEAD // size)
         elif name.endswith("_factor") and isinstance(value, list):
             made[name] = value[: HEAD // 2]
         elif name == "original_max_position_embeddings":
@@ -194,8 +195,7 @@ def _rotation(given: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, 
     return made
 
 
-def _sections(given: Sequence[int]) -> list[int]:
-    """Parts of a head's half that turn with time, height and width."""
-    half = HEAD // 2
-    rest = [max(1, round(half * one / sum(given))) for one in given[1:]]
-    return [half - sum(rest), *rest]
+def _sections(given: Sequence[int], whole: int) -> list[int]:
+    """Parts of a head that turn with time, height and width, `whole` of them together."""
+    rest = [max(1, whole * one // sum(given)) for one in given[1:]]
+    return [whole - sum(rest), *rest]

@@ -213,9 +213,11 @@ def _details(device: Any, plan: Any, longest: int) -> Iterator[str]:
     yield f"{plan.load.tokens} tokens in a pass"
     if again:
         yield f"{again} of {layers} layers computed again"
-    rows = plan.cache // (plan.size.token_bytes * longest)
-    room = plan.cache // plan.size.token_bytes
-    yield f"beside it a cache of up to {room:,} tokens ({rows} episodes of {longest})"
+    rows = 256
+    if plan.size.token_bytes:  # layers with a state keep nothing of a token
+        rows = plan.cache // (plan.size.token_bytes * longest)
+        room = plan.cache // plan.size.token_bytes
+        yield f"beside it a cache of up to {room:,} tokens ({rows} episodes of {longest})"
     if device.bandwidth:
         trained = training_speed(plan.size, device, recomputed=again / max(1, layers))
         running = min(256, max(1, rows))
