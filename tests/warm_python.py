@@ -94,6 +94,7 @@ def _run(
     os.environ.update(env)
     sys.path[:] = paths
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if command[0] == "-c":
         sys.argv[:] = ["-c", *command[2:]]
         exec(compile(command[1], "<string>", "exec"), {"__name__": "__main__"})

@@ -35,8 +35,9 @@ def _run(
     os.environ.update(environment)
     os.chdir(folder)
     sys.argv, sys.path[0] = ["-c", *arguments], ""
-    # A background job of a shell begins with SIGINT ignored and hands that on: no Ctrl-C would reach it.
+    # A background job of a shell begins with SIGINT ignored, one of nohup with SIGHUP, and both hand that on.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     exec(program, {"__name__": "__main__"})
 
 
@@ -71,6 +72,8 @@ class Started:
     def communicate(self) -> tuple[str, str]:
         """Wait for its end; its output and what it wrote to stderr."""
         self._process.join(PATIENCE)
-        assert self.returncode is not None, "the process did not end"
+        if self.returncode is None:
+            self._process.kill()
+            raise AssertionError("the process did not end")
         out, err = (Path(self._said.name, name).read_text() for name in ("out", "err"))
         return out, err
