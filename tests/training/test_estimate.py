@@ -16,8 +16,11 @@ from transformers import AutoConfig, LlamaConfig
 from typer.testing import CliRunner
 
 from ludus.cli.main import app
+from ludus.core.failures import ConfigError
 from ludus.training import LoraConfig
 from ludus.training.config.recipe import Recipe
+from ludus.training.config.run import ModelConfig
+from ludus.training.models.loading import load_model
 from ludus.training.optim import fitting
 from ludus.training.optim.estimate import GIB, Load, model_size, training_memory
 from ludus.training.optim.fitting import memory_note, plans_for
@@ -197,6 +200,64 @@ def test_a_family_that_is_refused_is_an_error(tmp_path: Path) -> None:
     assert "deepseek_v32 is refused: " in done.output
     done = CliRunner().invoke(app, ["check", "model", str(tmp_path / "nothing")])
     assert done.exit_code != 0
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("hidden_size", "many", "is damaged: .*hidden_size"),
+        ("hidden_size", None, "is damaged: .*hidden_size"),
+        ("num_hidden_layers", -3, "is damaged: "),
+        ("num_hidden_layers", 10**9, "is damaged: num_hidden_layers = 1000000000"),
+        ("hidden_size", 10**12, "is damaged: hidden_size"),
+        ("vocab_size", 0, "is damaged: vocab_size = 0"),
+        ("num_key_value_heads", 7, "cannot be built: RuntimeError: Number of heads"),
+    ],
+)
+def test_a_damaged_configuration_is_one_sentence(
+    tmp_path: Path, key: str, value: Any, told: str
+) -> None:
+    folder = saved(tmp_path / "model")
+    file = folder / "config.json"
+    written = json.loads(file.read_text())
+    written.pop("layer_types", None)
+    file.write_text(json.dumps(written | {key: value}))
+    done = CliRunner().invoke(app, ["check", "model", str(folder), "--memory", "24"])
+    said = " ".join(f"{done.output} {done.exception}".split())
+    assert done.exit_code != 0 and re.search(told, said), said
+    if "damaged" in told:
+        with pytest.raises(ConfigError, match="damaged"):
+            load_model(ModelConfig(name=str(folder)), seed=0)
+
+
+def test_sizes_that_the_file_does_not_name_are_warned_of(tmp_path: Path) -> None:
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text('{"model_type": "qwen3"}')
+    done = CliRunner().invoke(app, ["check", "model", str(tmp_path / "bare"), "--memory", "80"])
+    assert "sizes are the defaults of Qwen3Config" in " ".join(done.output.split())
+    done = CliRunner().invoke(app, ["check", "model", str(saved(tmp_path / "whole")), "--memory", "80"])
+    assert "defaults of" not in done.output
+
+
+def test_shorter_rows_are_an_answer_where_an_adapter_alone_is_none() -> None:
+    config = config_of("Qwen3-14B")
+    (plan,) = plans_for(config, torch.bfloat16, None, Load(), 32768, 40 * GIB)
+    assert plan.change == "model.lora = { rank = 16 } and budgets.max_tokens = 8192"
+    assert plan.longest == plan.load.tokens == 8192
+    assert (
+        next(plans_for(config, torch.bfloat16, LoraConfig(rank=16), Load(), 8192, 40 * GIB)).change == ""
+    )
+
+
+def test_a_model_that_runs_row_by_row_is_sized_as_well(tmp_path: Path) -> None:
+    shape = {"n_embd": 128, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "vocab_size": 512}
+    AutoConfig.for_model("gptj", **shape).save_pretrained(tmp_path / "gptj")
+    done = CliRunner().invoke(
+        app, ["check", "model", str(tmp_path / "gptj"), "--memory", "24", "--json"]
+    )
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert told["devices"][0]["fits"] and told["step"]["activations"] > 0
 
 
 @pytest.fixture

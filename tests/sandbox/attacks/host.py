@@ -165,9 +165,9 @@ def adopt_orphans() -> None:
 
 def _own_files() -> Iterator[str]:
     yield from (str(path) for path in Path(tempfile.gettempdir()).iterdir())
-    for path in Path("/sys/fs/cgroup").glob(f"**/ludus-sandbox-{os.getpid()}*"):
-        if path.is_dir():
-            yield str(path)
+    for folder, inside, _ in os.walk("/sys/fs/cgroup"):  # passes over what others remove meanwhile
+        own = (name for name in inside if name.startswith(f"ludus-sandbox-{os.getpid()}"))
+        yield from (str(Path(folder, name)) for name in own)
 
 
 def _tasks() -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ludus.core.failures import ConfigError, LudusError
+from ludus.core.messages import Json
 from ludus.training.config.recipe import Recipe, load_recipe
 from ludus.training.config.run import LoraConfig, ModelConfig
 
@@ -42,18 +43,38 @@ def model_report(
             "dtype": dtype or ("bfloat16" if model.dtype == "auto" else model.dtype),
         }
     )
-    from ludus.training.optim.fitting import read_config
+    from ludus.training.optim.fitting import config_of
 
     report = ModelReport()
     try:
-        config = read_config(model)
+        config, written = config_of(model)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{name!r} has no config.json that transformers can read: {error}") from None
+    _defaults(report, config, written)
     taken = _architecture(report, config)
     _conversations(report, model)
     if taken:
-        _memory(report, config, model, recipe, tokens, memory)
+        try:
+            _memory(report, config, model, recipe, tokens, memory)
+        except (RuntimeError, ValueError, TypeError, AttributeError, ArithmeticError) as error:
+            why = " ".join(str(error).split())
+            report.say(
+                "error", f"a model of its size cannot be built: {type(error).__name__}: {why:.300}"
+            )
     return report
+
+
+def _defaults(report: ModelReport, config: Any, written: Json) -> None:
+    """Warn of sizes that the file leaves to the defaults of its class."""
+    text = config.get_text_config()
+    given = written.keys() | dict(written.get("text_config") or {}).keys()
+    names = ("hidden_size", "num_hidden_layers", "vocab_size")
+    if not any(given & {name, text.attribute_map.get(name, name)} for name in names):
+        report.say(
+            "warning",
+            "its config.json names neither a width, nor layers, nor a vocabulary: sizes are the defaults of "
+            f"{type(text).__name__}",
+        )
 
 
 def _architecture(report: ModelReport, config: Any) -> bool:
@@ -118,7 +139,10 @@ def _conversations(report: ModelReport, model: ModelConfig) -> None:
     try:
         tokenizer = tokenizer_of(model)
     except (LudusError, OSError, ValueError) as error:
-        report.say("warning", f"its tokenizer was not looked at: {error}")
+        why = " ".join(str(error).split())
+        report.say(
+            "warning", f"its format and template are not known, for want of a tokenizer: {why:.300}"
+        )
         return
     found = recognised_format(tokenizer)
     features = Renderer(tokenizer, format_for(tokenizer, found or USUAL), history="split").features
@@ -184,31 +208,29 @@ def _memory(
         given = int((memory[own.index(device)] if own else device.gib) * GIB)
         plans = list(plans_for(config, dtype, model.lora, load, longest, given))
         fits = bool(plans) and not plans[0].change
-        report.say("info" if fits or not own else "failed", _fit_text(device, plans, longest))
+        report.say("info" if fits or not own else "failed", _fit_text(device, plans))
         lines.append(
             {"device": device.name, "fits": fits, "changes": [p.change for p in plans if p.change]}
         )
     report.numbers["devices"] = lines
 
 
-def _fit_text(device: Any, plans: Sequence[Any], longest: int) -> str:
+def _fit_text(device: Any, plans: Sequence[Any]) -> str:
     """What a device can do, in a line."""
     name = device.name if device.name.endswith("GiB") else f"{device.name} ({device.gib} GiB)"
     if not plans:
         return f"{name}: does not fit, with an adapter neither: several GPUs, or a smaller model"
     first = plans[0]
     if first.change:
-        ways = "; or ".join(
-            f"{one.change} ({', '.join(_details(device, one, longest))})" for one in plans
-        )
+        ways = "; or ".join(f"{one.change} ({', '.join(_details(device, one))})" for one in plans)
         return f"{name}: does not fit; it does with {ways}"
-    return f"{name}: fits, {', '.join(_details(device, first, longest))}"
+    return f"{name}: fits, {', '.join(_details(device, first))}"
 
 
-def _details(device: Any, plan: Any, longest: int) -> Iterator[str]:
+def _details(device: Any, plan: Any) -> Iterator[str]:
     from ludus.training.optim.estimate import GIB, sampling_speed, training_speed
 
-    layers, again = plan.size.costs.layers, plan.load.checkpointed
+    layers, again, longest = plan.size.costs.layers, plan.load.checkpointed, plan.longest
     yield f"{plan.memory.peak / GIB:.1f} GiB at the peak of training"
     yield f"{plan.load.tokens} tokens in a pass"
     if again:

@@ -148,6 +148,8 @@ def load_model(
         model, tokenizer = _load_adapted(Path(config.name), config, dtype, base, hollow)
     else:
         folder = source_of(config.name) if base is None else base
+        with suppress(OSError, ValueError):  # a damaged one is told of before its tokenizer is read
+            read_config(folder, trust=config.trust_remote_code)
         tokenizer = _tokenizer(folder, config)
         model = load_weights(folder, dtype, hollow=hollow, trust=config.trust_remote_code)
         load_vision(model, tokenizer, folder, config.vision)
@@ -245,10 +247,8 @@ def load_weights(
 
     `trust` runs the code that comes with it (model.trust_remote_code).
     """
-    from transformers import AutoConfig
-
     try:
-        config = AutoConfig.from_pretrained(name, revision=revision or "main", trust_remote_code=trust)
+        config = read_config(name, revision, trust=trust)
         silenced = without_dropout(config)
         model = (
             _made(name, config, dtype, revision, trust)
@@ -268,6 +268,45 @@ def load_weights(
     if silenced:
         log.info("%s is trained without its own dropout (%s)", name, ", ".join(silenced))
     return model
+
+
+_MOST = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer"), 4096),
+    **dict.fromkeys(("hidden_size", "n_embd"), 1 << 20),
+    "intermediate_size": 1 << 24,
+    "num_attention_heads": 1 << 14,
+    "num_key_value_heads": 1 << 14,
+    "vocab_size": 1 << 25,
+}
+"""Larger numbers in a config.json are damage, and would take hours and all memory to find out."""
+
+
+def read_config(name: str, revision: str | None = None, *, trust: bool = False) -> Any:
+    """The Hugging Face configuration of a model: nothing else is read or downloaded."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    written = written_config(name, revision)
+    for table in (written, written.get("text_config")):
+        for key, most in _MOST.items():
+            value = table.get(key) if isinstance(table, dict) else None
+            if isinstance(value, int | float) and not 0 < value <= most:
+                raise ConfigError(
+                    f"the config.json of {name!r} is damaged: {key} = {value!r:.40} is not between 1 and {most}"
+                )
+    try:
+        return AutoConfig.from_pretrained(name, revision=revision or "main", trust_remote_code=trust)
+    except (StrictDataclassError, TypeError, AttributeError, KeyError) as error:
+        why = " ".join(str(error).split())
+        raise ConfigError(f"the config.json of {name!r} is damaged: {why:.300}") from None
+
+
+def written_config(name: str, revision: str | None = None) -> dict[str, Any]:
+    """What is in a model's config.json."""
+    from transformers import PretrainedConfig
+
+    written, _ = PretrainedConfig.get_config_dict(name, revision=revision or "main")
+    return dict(written)
 
 
 def _loaded(name: str, config: Any, dtype: torch.dtype, revision: str | None, trust: bool) -> nn.Module:

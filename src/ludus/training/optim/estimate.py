@@ -148,6 +148,8 @@ def _measured_size(
             _adapt(model, lora)
         trained = [p for p in model.parameters() if p.requires_grad]
         costs = measure(model)
+        if costs.layers == 0:  # of which none can be computed again: all of them are one
+            costs = replace(costs, layers=1, kept=costs.full)
         if on_gpu and not unfused:
             costs = replace(costs, full=_fused_bytes(model, dtype.itemsize, lora is not None))
         text, count = text_config(model), sum(p.numel() for p in trained)

@@ -11,9 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ludus.core.failures import LudusError
+from ludus.core.messages import Json
 from ludus.kernels.device import all_memory
 from ludus.training.config.run import LoraConfig, ModelConfig
-from ludus.training.models.loading import device_of, dtype_of, source_of
+from ludus.training.models.loading import (
+    device_of,
+    dtype_of,
+    read_config,
+    source_of,
+    written_config,
+)
 from ludus.training.models.lora import base_of, is_adapter
 from ludus.training.optim.estimate import (
     GIB,
@@ -33,6 +40,8 @@ log = logging.getLogger(__name__)
 
 EPISODE = 8192
 """Tokens of the longest row, where no recipe says it."""
+_SHORTEST = 1024
+"""Rows shorter than this are no advice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +53,17 @@ class Plan:
     memory: Memory
     cache: int
     """Bytes that are left for the KV cache while sampling."""
+    longest: int
+    """Tokens of the longest row that it is for."""
     change: str = ""
     """What has to be set for it; empty where the recipe stays as it is."""
 
 
-def read_config(model: ModelConfig) -> Any:
-    """The Hugging Face configuration of a model that a recipe names: nothing else is read or downloaded."""
-    from transformers import AutoConfig
-
+def config_of(model: ModelConfig) -> tuple[Any, Json]:
+    """The Hugging Face configuration of a model that a recipe names, and what its file says of it."""
     name = str(model.name)
-    folder = base_of(Path(name)) if is_adapter(Path(name)) else source_of(name)
-    return AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
+    folder = str(base_of(Path(name)) if is_adapter(Path(name)) else source_of(name))
+    return read_config(folder, trust=model.trust_remote_code), written_config(folder)
 
 
 def loads_of(recipe: Recipe) -> list[tuple[str, Load]]:
@@ -84,8 +93,9 @@ def plans_for(
     """Ways to fit into a device, the least change first; none where nothing fits.
 
     Passes are made smaller and layers are computed again, as `plan_micro_batches` does by itself: neither is
-    a change. Then come an adapter and moments in 8 bits.
+    a change. Then come an adapter and moments in 8 bits, and where these do not help, shorter rows.
     """
+    found = False
     wholes: list[tuple[str, LoraConfig | None, Load]] = [("", lora, load)]
     if lora is None:
         wholes.append(("model.lora = { rank = 16 }", LoraConfig(rank=16), load))
@@ -103,8 +113,16 @@ def plans_for(
             memory = training_memory(size, told, device_bytes if on_gpu else None)
             cache = int(USABLE * device_bytes) - memory.resident
             if cache > longest * size.token_bytes:
-                yield Plan(size, told, memory, cache, change)
+                yield Plan(size, told, memory, cache, longest, change)
+                found = True
                 break
+    half = longest // 2
+    if not found and half >= _SHORTEST:
+        shorter = replace(load, tokens=min(load.tokens, half))
+        for plan in plans_for(config, dtype, lora, shorter, half, device_bytes, on_gpu=on_gpu):
+            row = f"budgets.max_tokens = {plan.longest}"
+            ways = (plan.change,) if row in plan.change else (plan.change, row)
+            yield replace(plan, change=" and ".join(way for way in ways if way))
 
 
 def memory_note(recipe: Recipe) -> str | None:
@@ -116,7 +134,7 @@ def memory_note(recipe: Recipe) -> str | None:
     dtype, longest = dtype_of(model, device), recipe.budgets.max_tokens
     on_gpu, memory = device.type == "cuda", all_memory(device)
     try:
-        config = read_config(model)
+        config, _ = config_of(model)
         for where, load in loads_of(recipe):
             plans = plans_for(config, dtype, model.lora, load, longest, memory, on_gpu=on_gpu)
             if (first := next(plans, None)) is not None and not first.change:
