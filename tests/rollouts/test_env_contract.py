@@ -203,6 +203,7 @@ def released() -> Any:
         (Threads, "leaks", "0 threads"),
         (Memory, "leaks", "MB"),
         (Dice, "gold solution", "succeeds on 0 of 3 tasks"),
+        (Dice, "gold solution", "a reward called 'success' of at least 1; without one, a total of at"),
     ],
 )
 async def test_a_broken_clause_is_found_and_says_what_is_wrong(

@@ -22,7 +22,7 @@ from ludus.core.failures import CannotFork, ConfigError, Fault, LudusError
 from ludus.core.messages import ToolCall, ToolContext, ToolSet
 from ludus.core.task import Task, spread
 from ludus.core.tokenizer import ByteTokenizer
-from ludus.core.trajectory import Trajectory, is_success
+from ludus.core.trajectory import SUCCESS, Trajectory, is_success
 from ludus.core.user_code import error_with_location
 from ludus.engine import FakeEngine
 from ludus.envs import EnvPool, call_env
@@ -407,6 +407,7 @@ class EnvContract:
         if solved < _LEAST_GOLD * len(played):
             wrong = next(t for t in played if not is_success(t))
             text += f"; on {wrong.task.id!r} it gets {wrong.reward} after {wrong.turns} turns"
+            text += f" (success: a reward called {SUCCESS!r} of at least 1; without one, a total of at least 1)"
             if not (self.rewards or any(t.reward for t in played)):
                 text += "; no step paid anything, and no rewards were given (--reward module:function)"
             raise Broken(text)
