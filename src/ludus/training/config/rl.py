@@ -194,8 +194,8 @@ class RLConfig(BaseStageConfig):
     """How rewards become advantages and a loss: a name (`ludus train --help` lists them; docs/algorithms.md) or
     'file.py:function', or { name = "ppo", lam = 0.95 } with options of the advantages."""
     loss: ChoiceConfig = ChoiceConfig()
-    """Another loss than the algorithm's own, as { name = "cispo", clip_high = 4 }; options alone are for the
-    algorithm's own."""
+    """Another loss than the algorithm's own: a name, 'file.py:function', or { name = "cispo", clip_high = 4 }
+    with its options; options alone are for the algorithm's own."""
     aggregation: ChoiceConfig = ChoiceConfig()
     """Another average over tokens than the algorithm's own, or its options: { length = 512 }."""
     correction: ChoiceConfig = ChoiceConfig()
