@@ -43,8 +43,11 @@ def model_report(
             "dtype": dtype or ("bfloat16" if model.dtype == "auto" else model.dtype),
         }
     )
+    from transformers.utils import logging as transformers_logging
+
     from ludus.training.optim.fitting import config_of
 
+    transformers_logging.set_verbosity_error()  # of kernels that are not installed, once for each layer
     report = ModelReport()
     try:
         config, written = config_of(model)
@@ -86,6 +89,7 @@ def _architecture(report: ModelReport, config: Any) -> bool:
     from ludus.model.fused_model import unsupported
     from ludus.model.hf_model import auto_class, rows_alone
     from ludus.model.probes import check_positions
+    from ludus.model.state_layers import state_layers
     from ludus.model.tiny import tiny_config
     from ludus.training.models.lora import lora_targets
 
@@ -111,6 +115,12 @@ def _architecture(report: ModelReport, config: Any) -> bool:
     )
     if (alone := rows_alone(tiny)) is not None:
         report.say("warning", f"it is run row by row and without a KV cache, which is slow: {alone}")
+    if state_layers(tiny):
+        report.say(
+            "info",
+            "its layers with a state are counted below as the kernels that are installed here compute them; those "
+            "of plain PyTorch keep far more than fast ones (docs/models.md)",
+        )
     reason = unsupported(decoder_of(tiny))
     fused = "the fused forward and CUDA graphs" if reason is None else f"its own forward ({reason})"
     report.say("info", f"on a GPU: {fused}", fused=reason is None)
@@ -136,13 +146,17 @@ def _conversations(report: ModelReport, model: ModelConfig) -> None:
     from ludus.chat.recognition import USUAL, format_for, recognised_format
     from ludus.training.models.loading import tokenizer_of
 
+    folder = Path(str(model.name))
+    if folder.is_dir() and not any([*folder.glob("*token*"), *folder.glob("vocab*")]):
+        report.say(
+            "warning", "its format and template are not known: the folder has no tokenizer's files"
+        )
+        return
     try:
         tokenizer = tokenizer_of(model)
     except (LudusError, OSError, ValueError) as error:
         why = " ".join(str(error).split())
-        report.say(
-            "warning", f"its format and template are not known, for want of a tokenizer: {why:.300}"
-        )
+        report.say("warning", f"its format and template are not known: {why:.300}")
         return
     found = recognised_format(tokenizer)
     features = Renderer(tokenizer, format_for(tokenizer, found or USUAL), history="split").features
