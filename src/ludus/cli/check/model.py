@@ -118,7 +118,7 @@ def _architecture(report: ModelReport, config: Any) -> bool:
     if state_layers(tiny):
         report.say(
             "info",
-            "its layers with a state are counted below as the kernels that are installed here compute them; those "
+            "its layers with a state are counted below as the kernels installed here compute them; those "
             "of plain PyTorch keep far more than fast ones (docs/models.md)",
         )
     reason = unsupported(decoder_of(tiny))
