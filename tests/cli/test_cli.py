@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from ludus.cli.main import app, run_command
 from ludus.core import ConfigError
+from ludus.core.failures import MissingExtraError
 from ludus.observe import RunFolder
 from ludus.training.config.recipe import packaged_recipes
 
@@ -202,6 +203,24 @@ def test_a_terminal_that_is_closed_loses_nothing(project: Path) -> None:
     process.communicate()
     latest = run.latest_checkpoint()
     assert latest is not None and latest.step == max(row["step"] for row in run.metrics()) > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [
+        (["serve", "model", "x"], "a model server needs the package 'aiohttp': pip install 'ludus-rl[serve]'"),
+        (["serve", "tools", "python"], "a tool server needs the package 'aiohttp'"),
+        (["serve", "env", "textcraft"], "an environment server needs the package 'aiohttp'"),
+        (["serve", "mcp", "python"], "an MCP server needs the package 'aiohttp'"),
+        (["view"], "the viewer needs the package 'aiohttp': pip install 'ludus-rl[view]'"),
+    ],
+)  # fmt: skip
+def test_a_missing_package_is_told_with_what_was_asked_for(
+    words: list[str], asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    with pytest.raises(MissingExtraError, match=re.escape(asked)):
+        CliRunner().invoke(app, words, catch_exceptions=False)
 
 
 INTERRUPTED = """

@@ -53,6 +53,7 @@ def test_the_numbers_of_a_batch_by_hand():
         "stop/max_turns": 0.25,
         "stop/terminated": 0.5,
         "truncated": 0.25,
+        "turn_cut": 0,
         "tokens/prompt": 4,
         "tokens/action": 3,
         "tokens/observation": 3,

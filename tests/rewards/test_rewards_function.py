@@ -79,6 +79,17 @@ def test_a_parameter_that_nothing_fills_is_refused_with_the_known_ones():
         reward(lambda **kwargs: 1, name="x")
     with pytest.raises(ConfigError, match="'anwser'"):
         reward(lambda anwser="": 1, name="x")
+    one_episode = r"one episode, not a batch.*docs/coming_from\.md"
+    for batched in (
+        lambda completions: 1,
+        lambda prompts: 1,
+        lambda completion_ids: 1,
+        lambda answer, **kwargs: 1,
+    ):
+        with pytest.raises(ConfigError, match=one_episode):
+            reward(batched, name="x")
+    with pytest.raises(ConfigError, match=r"target, messages\. An option of its own"):
+        reward(lambda anwser: 1, name="x")
     with pytest.raises(ConfigError, match=r"positional-only"):
         reward(lambda answer, /: 1, name="x")
 

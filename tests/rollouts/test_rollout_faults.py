@@ -171,6 +171,14 @@ async def test_an_action_cut_before_its_call_was_complete_ends_the_episode() -> 
     trajectory = await play_one(playing)
     assert trajectory.stop is StopReason.MAX_TOKENS and trajectory.turns == 1
     assert trajectory.is_trainable, "a budget is the model's to keep"
+    metrics = rollout_metrics([Group(trajectory.task, [trajectory])])
+    assert (metrics["stop/max_tokens"], metrics["turn_cut"]) == (1, 1)
+    prompt = len(trajectory.tokens) - 8
+    short = await play_one(rollout([called("boom")], tools=[boom], budgets={"max_tokens": prompt + 8}))
+    metrics = rollout_metrics([Group(short.task, [short])])
+    assert (metrics["stop/max_tokens"], metrics["turn_cut"]) == (1, 0), (
+        "the episode's tokens were used up"
+    )
 
 
 # Ours: typed, counted, excluded -----------------------------------------------------------------------

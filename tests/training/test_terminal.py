@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from ludus.core import (
 )
 from ludus.observe import EpisodeTally, Share, folded_episode, large, share_lines
 from ludus.training import Recipe
+from ludus.training.display import _duration
 
 COPIED = (
     "model",
@@ -37,6 +39,7 @@ COPIED = (
     "talk to it",
     "use it",
     "go on",
+    "to install",
 )
 """How lines begin that are there to be copied: they are never broken."""
 
@@ -90,6 +93,24 @@ def test_without_a_terminal_there_are_plain_lines_alone(finished: ludus.Result) 
     said = ending(finished, 80, is_terminal=False)
     assert "\x1b" not in said and not re.search("[━╌▪┏▶]", said)
     assert re.search(r"at the start +\d+\.\d%  \d+\.\d% to \d+\.\d%\n", said)
+
+
+def test_commands_whose_packages_are_missing_come_with_their_installation(
+    finished: ludus.Result, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "duckdb", None)
+        assert re.search(r"pip install -e '\.\[view\]'\): for ludus view\n", ending(finished, 80))
+        patched.setitem(sys.modules, "aiohttp", None)
+        assert "for ludus view and ludus serve\n" in ending(finished, 80)
+    assert "to install first" not in ending(finished, 80)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"), [(50, "1 minute"), (125, "2 minutes"), (9000, "2.5 hours")]
+)
+def test_durations_are_in_words(seconds: float, told: str) -> None:
+    assert _duration(seconds) == told
 
 
 def test_no_color_is_respected(finished: ludus.Result, monkeypatch: pytest.MonkeyPatch) -> None:

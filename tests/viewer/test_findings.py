@@ -95,6 +95,30 @@ def test_shorter_answers_that_succeed_more_are_a_note() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("turns", "tokens", "cut", "title", "advice", "stop"),
+    [
+        (0.0, 0.6, 0.6, "tokens in a turn", "Raise budgets.max_turn_tokens.", "max_tokens"),
+        (0.0, 0.6, 0.0, "tokens in all", "Raise budgets.max_tokens.", "max_tokens"),
+        (0.6, 0.0, 0.0, "turns", "Raise budgets.max_turns, or let budgets.remind tell the model.", "max_turns"),
+        (0.2, 0.4, 0.4, "tokens in a turn or turns", "Raise budgets.max_turn_tokens or budgets.max_turns, or "
+         "let budgets.remind tell the model.", "max_tokens"),
+    ],
+)  # fmt: skip
+def test_a_truncated_run_names_the_budget_that_cut_it(
+    turns: float, tokens: float, cut: float, title: str, advice: str, stop: str
+) -> None:
+    stops = {"stop__max_turns": always(turns), "stop__max_tokens": always(tokens)}
+    seconds = {"stop__max_seconds": always(0.0)}
+    one = found(rows(truncated=always(0.6), turn_cut=always(cut), **stops, **seconds))["truncated"]
+    assert one.title == f"60.0% of the episodes run out of {title}"
+    assert one.detail == advice and one.query == {"stop": stop}
+    old = found(rows(truncated=always(0.6), **stops, **seconds))["truncated"]
+    assert "budgets.max_turns, budgets.max_turn_tokens or budgets.max_tokens" in old.detail, (
+        "not recorded"
+    )
+
+
 @pytest.mark.parametrize("stage", ["sft", "dpo", "rejection", "distill"])
 def test_imitation_and_preferences_can_diverge_too(stage: str) -> None:
     fine = {f"{stage}__loss": always(1.0), f"{stage}__entropy": lambda n: 0.001 if n > 15 else 2.0}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import webbrowser
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -13,8 +12,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ludus.cli.options import Model
-from ludus.core.failures import ConfigError, MissingExtraError
+from ludus.cli.options import VIEW_PACKAGES, Model, require
+from ludus.core.failures import ConfigError
 
 _WIDTH = 110
 
@@ -135,11 +134,7 @@ def view(
     browser: Annotated[bool, typer.Option(help="Open a browser.")] = False,
 ) -> None:
     """Look inside runs in a browser: curves, episodes, tokens, comparisons: `ludus view runs/`."""
-    for package in ("aiohttp", "duckdb"):
-        try:
-            import_module(package)
-        except ImportError:
-            raise MissingExtraError(package, "view", "the viewer") from None
+    require(VIEW_PACKAGES, "view", "the viewer")
     if overrides and play is None:
         raise ConfigError(f"{overrides[0]} is for --play, which names a recipe or a run")
     from ludus.viewer import ViewerConfig, serve_viewer

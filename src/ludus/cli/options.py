@@ -11,9 +11,10 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Collection, Coroutine, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
@@ -22,7 +23,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
-from ludus.core.failures import ConfigError, LudusError
+from ludus.core.failures import ConfigError, LudusError, MissingExtraError
 
 if TYPE_CHECKING:
     from ludus.serve import ServerConfig
@@ -257,10 +258,25 @@ _SHARED: dict[str, tuple[Any, Any, Any]] = {
 """The options that servers share, and their defaults."""
 
 
-def with_server_options(without: Collection[str] = (), **defaults: Any) -> Callable[[F], F]:
+SERVE_PACKAGES = ("aiohttp", "prometheus-client")
+VIEW_PACKAGES = (*SERVE_PACKAGES, "duckdb")
+
+
+def missing_packages(names: Iterable[str]) -> list[str]:
+    return [name for name in names if find_spec(name.replace("-", "_")) is None]
+
+
+def require(packages: Iterable[str], extra: str, purpose: str) -> None:
+    """Refuse a command whose packages are not installed, before it reads anything."""
+    for package in missing_packages(packages):
+        raise MissingExtraError(package, extra, purpose)
+
+
+def with_server_options(what: str, without: Collection[str] = (), **defaults: Any) -> Callable[[F], F]:
     """Give a command the options of a server, behind its own; its parameter `serving` gets what they say.
 
-    Typer reads options from a signature, so that of the command is changed.
+    Typer reads options from a signature, so that of the command is changed. `what` it serves is named where
+    a package for it is missing.
     """
 
     def decorate(command: F) -> F:
@@ -275,6 +291,7 @@ def with_server_options(without: Collection[str] = (), **defaults: Any) -> Calla
 
         @functools.wraps(command)
         def called(**given: Any) -> Any:
+            require(SERVE_PACKAGES, "serve", what)
             of_server = {name: given.pop(name) for name in shared}
             others = {
                 name: of_server.pop(name) for name in ("token_file", "no_token", "quiet", "verbose")

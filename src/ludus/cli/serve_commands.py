@@ -118,7 +118,10 @@ def serve_vllm(
 
 @serve_app.command("model")
 @with_server_options(
-    ("max_sessions", "idle_seconds", "orphan_seconds"), queue=1024, held_bytes=64_000_000
+    "a model server",
+    ("max_sessions", "idle_seconds", "orphan_seconds"),
+    queue=1024,
+    held_bytes=64_000_000,
 )
 def serve_model(
     model: Annotated[
@@ -267,7 +270,7 @@ def _of_its_run(folder: str) -> Json:
 
 
 @serve_app.command("tools")
-@with_server_options()
+@with_server_options("a tool server")
 def serve_tools(
     references: Annotated[
         list[str] | None,
@@ -297,7 +300,7 @@ def serve_tools(
 
 
 @serve_app.command("env")
-@with_server_options(concurrency=1024, idle_seconds=900.0)
+@with_server_options("an environment server", concurrency=1024, idle_seconds=900.0)
 def serve_env(
     references: Annotated[
         list[str] | None,
@@ -396,7 +399,7 @@ _NOT_OF_MCP = (
 
 
 @serve_app.command("mcp")
-@with_server_options(_NOT_OF_MCP, max_sessions=256)
+@with_server_options("an MCP server", _NOT_OF_MCP, max_sessions=256)
 def serve_mcp(
     names: Annotated[
         list[str] | None,

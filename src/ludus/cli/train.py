@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from ludus.cli.options import stopped_says, until_told
-from ludus.core.failures import ConfigError
+from ludus.cli.options import VIEW_PACKAGES, missing_packages, stopped_says, until_told
+from ludus.core.failures import ConfigError, install_hint
 from ludus.observe import (
     ReportTable,
     RunFolder,
@@ -165,6 +165,10 @@ def show_ending(console: Console, result: Result, recipe: Recipe) -> None:
     ]
     if (longer := longer_command(recipe, run)) is not None:
         steps.append(("go on training", longer))
+    missing = missing_packages(VIEW_PACKAGES)
+    if missing:
+        needy = "ludus view" if missing == ["duckdb"] else "ludus view and ludus serve"
+        steps.append(("to install first", f"{install_hint('view')}: for {needy}"))
     _say_rows(console, steps)
 
 

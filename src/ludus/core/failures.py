@@ -127,15 +127,17 @@ def install_command(extra: str = "") -> str:
     return f"pip install '{DISTRIBUTION}[{extra}]'" if extra else f"pip install {DISTRIBUTION}"
 
 
+def install_hint(extra: str) -> str:
+    """The command that installs an extra, and the one for a clone."""
+    return f"{install_command(extra)} (in a clone of the repository, pip install -e '.[{extra}]')"
+
+
 class MissingExtraError(LudusError):
     """An optional dependency is needed; `apart` is the option of pip with which it is installed by itself."""
 
     def __init__(self, package: str, extra: str, purpose: str, *, apart: str = "") -> None:
         then = f", then pip install {apart} {package}" if apart else ""
-        super().__init__(
-            f"{purpose} needs the package '{package}': {install_command(extra)} "
-            f"(in a clone of the repository, pip install -e '.[{extra}]'){then}"
-        )
+        super().__init__(f"{purpose} needs the package '{package}': {install_hint(extra)}{then}")
 
 
 class ToolFault(LudusError):

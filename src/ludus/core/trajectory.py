@@ -285,6 +285,8 @@ class Group:
 
 
 SUCCESS = "success"
+TURN_CUT = "turn_cut"
+"""In `Trajectory.counts`: `budgets.max_turn_tokens` ended the episode, whose stop reason is `max_tokens`."""
 _CLOSE = 1e-9
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ludus.core.failures import NOTABLE_SHARE, Fault
-from ludus.core.trajectory import Trajectory, is_success
+from ludus.core.trajectory import TURN_CUT, Trajectory, is_success
 from ludus.observe.diagnosis import SOLVED, explain_silence
 from ludus.observe.report import share_text
 
@@ -238,14 +238,40 @@ def _collapse(rows: Rows) -> Iterator[Finding]:
 def _truncated(rows: Rows) -> Iterator[Finding]:
     recent = _column(rows, "truncated")[-_RECENT:]
     if len(recent) >= 3 and _mean(recent) > 0.5 and not _succeeds(rows):
+        limits = _used_up(rows)
+        first = next(iter(limits))
+        remind = ", or let budgets.remind tell the model" if "max_turns" in limits else ""
         yield Finding(
             "truncated",
             "warning",
-            f"{share_text(_mean(recent))} of the episodes run out of turns or tokens",
-            "Raise budgets.max_turns or budgets.max_tokens, or let budgets.remind tell the model.",
-            {"stop": "max_turns"},
+            f"{share_text(_mean(recent))} of the episodes run out of {_in_words(list(limits.values()))}",
+            f"Raise {_in_words([f'budgets.{name}' for name in limits])}{remind}.",
+            {"stop": "max_tokens" if first == "max_turn_tokens" else first},
             "truncated",
         )
+
+
+_LIMITS = {
+    "max_turns": "turns",
+    "max_turn_tokens": "tokens in a turn",
+    "max_tokens": "tokens in all",
+    "max_seconds": "time",
+}
+"""What an episode runs out of, by budget."""
+
+
+def _used_up(rows: Rows) -> dict[str, str]:
+    """The budgets that end most of the truncated episodes, the most frequent one first."""
+    shares = {name: _recent(rows, f"stop/{name}") for name in ("max_turns", "max_tokens", "max_seconds")}
+    if math.isnan(cut := _recent(rows, TURN_CUT)) or any(map(math.isnan, shares.values())):
+        return {name: text for name, text in _LIMITS.items() if name != "max_seconds"}  # not recorded
+    shares |= {"max_turn_tokens": cut, "max_tokens": shares["max_tokens"] - cut}
+    names = sorted(shares, key=lambda name: -shares[name])
+    return {name: _LIMITS[name] for name in names if shares[name] >= 0.2 * shares[names[0]]}
+
+
+def _in_words(names: Sequence[str]) -> str:
+    return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 LATE_STEPS = 5

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Literal
 
 from ludus.core.failures import Boundary, Fault
-from ludus.core.trajectory import Group, SegmentKind, StopReason, Trajectory, is_success
+from ludus.core.trajectory import TURN_CUT, Group, SegmentKind, StopReason, Trajectory, is_success
 
 Aggregate = Literal["mean", "sum", "max", "last"]
 
@@ -67,6 +67,8 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
            "per episode"),
     Metric("stop/<reason>", "Share of episodes that ended for this reason.", "share"),
     Metric("truncated", "Share of episodes that ended because a budget ran out.", "share"),
+    Metric(TURN_CUT, "Share of episodes that ended in an action that `budgets.max_turn_tokens` cut before a "
+           "call was complete; the others of `stop/max_tokens` used up `budgets.max_tokens`.", "share"),
     Metric("failure_mode/<mode>", "Of an evaluation: share of episodes that this kept from succeeding: format, "
            "tool_choice, arguments, efficiency or knowledge (`ludus.observe.diagnosis`).", "share"),
     Metric("tokens/prompt", "Mean number of tokens the task put there.", "tokens per episode"),
@@ -390,6 +392,7 @@ def _conduct(scored: Sequence[Trajectory]) -> dict[str, float]:
         **{f"fault_share/{fault.value}": faults[fault] / calls if calls else 0.0 for fault in Fault},
         **{f"stop/{reason.value}": stops[reason] / count for reason in _ENDINGS},
         "truncated": _mean(trajectory.stop.is_truncated for trajectory in scored),
+        TURN_CUT: _mean(trajectory.counts.get(TURN_CUT, 0.0) for trajectory in scored),
     }
 
 

@@ -217,6 +217,14 @@ class UserFunction(CheckedReward):
         return await with_retries(self.name, call, retries=self.retries, function=self.function)
 
 
+_OF_BATCHES = ("completions", "prompts", "completion_ids")
+"""Parameters of reward functions that score a batch, as TRL's do."""
+_BATCH_HINT = (
+    ". A reward is asked about one episode, not a batch: for example (answer, target). "
+    "Coming from TRL: docs/coming_from.md"
+)
+
+
 def _read_signature(
     function: Callable[..., Any], known: Sequence[str]
 ) -> tuple[frozenset[str], frozenset[str]]:
@@ -228,17 +236,19 @@ def _read_signature(
         raise ConfigError(f"{label} cannot be a reward: {error}") from error
     takes: set[str] = set()
     options: set[str] = set()
+    batch = _BATCH_HINT if "answer" in known else ""  # a group reward sees all attempts at a task
     for name, parameter in signature.parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise ConfigError(f"{label} takes {parameter}; name its parameters instead")
+            raise ConfigError(f"{label} takes {parameter}; name its parameters instead{batch}")
         if parameter.kind is parameter.POSITIONAL_ONLY:
             raise ConfigError(f"{label}: {name!r} is positional-only, and is filled by name")
         if name in known:
             takes.add(name)
         elif parameter.kind is not parameter.KEYWORD_ONLY or parameter.default is parameter.empty:
+            option = f". An option of its own is keyword-only and has a default: (..., *, {name}=...)"
             raise ConfigError(
-                f"{label} has a parameter {name!r} that nothing fills; known: {', '.join(known)}. "
-                f"An option of its own is keyword-only and has a default: (..., *, {name}=...)"
+                f"{label} has a parameter {name!r} that nothing fills; known: {', '.join(known)}"
+                f"{batch if batch and name in _OF_BATCHES else option}"
             )
         elif name in SETTINGS:
             raise ConfigError(f"an option cannot be called {name!r}: that is a setting")

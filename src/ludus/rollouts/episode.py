@@ -21,6 +21,7 @@ from ludus.core.messages import Media, Message, ToolCall, ToolContext, ToolResul
 from ludus.core.random import key
 from ludus.core.task import Task
 from ludus.core.trajectory import (
+    TURN_CUT,
     Audit,
     EnvRender,
     Segment,
@@ -262,6 +263,8 @@ class Episode:
             raise Aborted("the engine aborted the request")
         is_cut = completion.finish is FinishReason.LENGTH and not may_be_cut
         if is_cut and all(call.fault is not None for call in calls):
+            if len(completion.tokens) >= self.budgets.max_turn_tokens:
+                self.trajectory.counts[TURN_CUT] = 1.0
             self._end(StopReason.MAX_TOKENS)  # the rest of the action is unknown
         answer = parsed.answer if parsed.answer is not None else text
         return Turn(text, calls, answer, completion.finish)

@@ -18,7 +18,7 @@ try:
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
     from prometheus_client.exposition import CONTENT_TYPE_LATEST
 except ImportError as error:  # pragma: no cover - depends on the installation
-    raise MissingExtraError("prometheus-client", "serve", "the tool server") from error
+    raise MissingExtraError("prometheus-client", "serve", "a server") from error
 
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 

@@ -196,6 +196,8 @@ def _stage_text(config: BaseStageConfig) -> str:
 
 def _duration(seconds: float) -> str:
     minutes = round(seconds / 60)
+    if minutes == 1:
+        return "1 minute"
     return f"{minutes} minutes" if minutes < 120 else f"{minutes / 60:.1f} hours"
 
 
