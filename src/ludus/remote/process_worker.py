@@ -140,14 +140,22 @@ def pack_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     return pickle.dumps((files, buffer.getvalue()))
 
 
-def end_with_parent(lifeline: int) -> None:
-    """End this process group when the other end of `lifeline`, a pipe that the parent holds, is closed."""
+def kill_group_at_end_of(lifeline: int, group: int) -> None:
+    """Have the kernel kill a process group when the other end of `lifeline`, a pipe, is closed. Linux only.
+
+    It does so as long as any process holds this end, whichever it is.
+    """
     if hasattr(fcntl, "F_SETSIG"):
         with contextlib.suppress(OSError):
-            fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+            fcntl.fcntl(lifeline, fcntl.F_SETOWN, -group)
             fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
             flags = fcntl.fcntl(lifeline, fcntl.F_GETFL)
             fcntl.fcntl(lifeline, fcntl.F_SETFL, flags | os.O_ASYNC)
+
+
+def end_with_parent(lifeline: int) -> None:
+    """End this process group when the other end of `lifeline`, a pipe that the parent holds, is closed."""
+    kill_group_at_end_of(lifeline, os.getpgrp())
 
     def watch() -> None:
         os.read(lifeline, 1)

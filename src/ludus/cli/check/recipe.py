@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ludus.cli.check.prompts import prompt_findings
+from ludus.cli.options import until_told
 from ludus.core.failures import ConfigError, Failure, Fault, LudusError, MissingExtraError
 from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSet
 from ludus.core.registry import import_object
@@ -97,7 +98,10 @@ def recipe_findings(
             findings.extend(await _within(seconds, "an episode", _prompts(recipe, parts)))
         await close_shared_sandboxes()
 
-    asyncio.run(every_set())
+    try:
+        asyncio.run(until_told(every_set()))
+    except asyncio.CancelledError:  # by a signal
+        raise KeyboardInterrupt from None
     return findings
 
 

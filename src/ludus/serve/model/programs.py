@@ -3,7 +3,8 @@
 Who waits for whom. The server listens in the event loop that plays the episodes, from the first episode until
 `close`. An episode opens a key, starts its program and waits for it to end, within `timeout`; the program waits
 for the server, the server for the engine. Many programs run at once, each in a process group of its own, which
-is killed when the episode is over, whatever is left in it.
+is killed when the episode is over, whatever is left in it. The kernel kills it when this process ends: each
+program holds one end of a pipe, and this process alone the other.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ludus.core.task import Task
 from ludus.core.trajectory import StopReason
 from ludus.core.user_code import error_with_location, log_once
 from ludus.remote.client import HttpClient
+from ludus.remote.process_worker import kill_group_at_end_of
 from ludus.remote.threads import DeadlineExceeded, run_sync
 from ludus.rollouts.agent import Agent, ProgramConfig
 from ludus.rollouts.episode import Episode
@@ -199,6 +201,7 @@ class ProgramAgent(Agent):
     async def _run(self, task: Task, address: str, session: EpisodeSession) -> Ended:
         told, key = self._told(task), session.key
         limit = self.config.output_bytes
+        watched, lifeline = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
                 *self._argv,
@@ -206,10 +209,17 @@ class ProgramAgent(Agent):
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 env={**os.environ, **self._environment(told, address, key)},
+                pass_fds=(watched,),
                 start_new_session=True,
             )
-        except OSError as error:
-            raise ConfigError(f"agent.loop: {self._argv[0]!r} cannot be run: {error}") from None
+            kill_group_at_end_of(watched, process.pid)
+        except BaseException as error:
+            os.close(lifeline)
+            if isinstance(error, OSError):
+                raise ConfigError(f"agent.loop: {self._argv[0]!r} cannot be run: {error}") from None
+            raise
+        finally:
+            os.close(watched)
         if session.program is not None:
             session.program.set_result(process.pid)
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
@@ -230,6 +240,7 @@ class ProgramAgent(Agent):
             for stream in streams:
                 stream.cancel()
             _kill_group(process.pid)
+            os.close(lifeline)
             await asyncio.shield(_ended(process))
             process._transport.close()  # type: ignore[attr-defined]  # other processes may hold its pipes
         stdout, stderr = (kept.decode("utf-8", "replace") for kept in (printed, complained))
