@@ -100,7 +100,9 @@ def test_commands_whose_packages_are_missing_come_with_their_installation(
 ) -> None:
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "duckdb", None)
-        assert re.search(r"pip install -e '\.\[view\]'\): for ludus view\n", ending(finished, 80))
+        assert re.search(
+            r"\.venv/bin/pip install -e '\.\[view\]'\): for ludus view\n", ending(finished, 80)
+        )
         patched.setitem(sys.modules, "aiohttp", None)
         assert "for ludus view and ludus serve\n" in ending(finished, 80)
     assert "to install first" not in ending(finished, 80)

@@ -129,7 +129,9 @@ def install_command(extra: str = "") -> str:
 
 def install_hint(extra: str) -> str:
     """The command that installs an extra, and the one for a clone."""
-    return f"{install_command(extra)} (in a clone of the repository, pip install -e '.[{extra}]')"
+    return (
+        f"{install_command(extra)} (in a clone of the repository, .venv/bin/pip install -e '.[{extra}]')"
+    )
 
 
 class MissingExtraError(LudusError):

@@ -21,7 +21,7 @@ SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Outcome", ("success", "reward", "reward/", "pass@", "average@", "held_out_loss", "sets/")),
     ("Logged by your code", ("custom/",)),
     ("Failures", ("failure_share", "failures", "failure/", "failure_mode/", "aborted", "unscored", "stop/",
-                  "truncated")),
+                  "truncated", "turn_cut")),
     ("Tools", ("tool_calls", "invalid_call_share", "tool/", "fault_share/", "fault/", "invalid_calls")),
     ("Policy", ("entropy", "kl", "clip_fraction", "ratio_", "gradient_norm", "loss", "learning_rate",
                 "updates", "ess")),
