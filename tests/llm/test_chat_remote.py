@@ -207,7 +207,7 @@ async def test_a_request_that_hangs_ends_though_others_are_answered() -> None:
     with serving(
         lambda body: hang(over) if body["messages"][0]["content"] == "hang" else chat("yes")
     ) as server:
-        async with model_at(server, RetryPolicy(seconds=0.2, retries=0)) as model:
+        async with model_at(server, RetryPolicy(seconds=2, retries=0)) as model:
             waiting = asyncio.create_task(model.chat(hanging))
             while not waiting.done():
                 assert (await model.chat(HELLO)).text == "yes"
