@@ -4,7 +4,8 @@ Who waits for whom. The server listens in the event loop that plays the episodes
 `close`. An episode opens a key, starts its program and waits for it to end, within `timeout`; the program waits
 for the server, the server for the engine. Many programs run at once, each in a process group of its own, which
 is killed when the episode is over, whatever is left in it. The kernel kills it when this process ends: each
-program holds one end of a pipe, and this process alone the other.
+program holds one end of a pipe, and this process alone the other. The kernel is told of a program once asyncio
+says that it runs: one that was started within the last milliseconds outlives a SIGKILL of this process.
 """
 
 from __future__ import annotations
