@@ -39,6 +39,7 @@ COPIED = (
     "talk to it",
     "use it",
     "go on",
+    "the command",
     "to install",
 )
 """How lines begin that are there to be copied: they are never broken."""
@@ -106,6 +107,20 @@ def test_commands_whose_packages_are_missing_come_with_their_installation(
         patched.setitem(sys.modules, "aiohttp", None)
         assert "for ludus view and ludus serve\n" in ending(finished, 80)
     assert "to install first" not in ending(finished, 80)
+
+
+def test_the_command_is_named_where_the_shell_does_not_find_it(
+    finished: ludus.Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("python", "ludus"):
+        (tmp_path / ".venv" / "bin").mkdir(parents=True, exist_ok=True)
+        (tmp_path / ".venv" / "bin" / name).touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv" / "bin" / "python"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/nothing")
+    assert re.search(r"the command ludus +\.venv/bin/ludus\n", ending(finished, 80, is_terminal=False))
+    monkeypatch.setenv("PATH", str(tmp_path / ".venv" / "bin"))
+    assert "the command ludus" not in ending(finished, 80)
 
 
 @pytest.mark.parametrize(

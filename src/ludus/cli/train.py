@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -165,6 +168,9 @@ def show_ending(console: Console, result: Result, recipe: Recipe) -> None:
     ]
     if (longer := longer_command(recipe, run)) is not None:
         steps.append(("go on training", longer))
+    here = Path(sys.executable).with_name("ludus")
+    if shutil.which("ludus") is None and here.exists():  # its environment is not activated
+        steps.insert(0, ("the command ludus", os.path.relpath(here)))
     missing = missing_packages(VIEW_PACKAGES)
     if missing:
         needy = "ludus view" if missing == ["duckdb"] else "ludus view and ludus serve"
