@@ -32,6 +32,7 @@ from ludus.chat.api_requests import read_chat
 from ludus.core import ConfigError
 from ludus.rollouts import load_tasks
 from ludus.rollouts.tasksets import read_rows
+from ludus.training import read_conversations
 
 EXPECTED = read_chat({"messages": [*BEGIN, *REST, SAYS], "tools": [OPENAI_TOOL]})
 
@@ -110,6 +111,48 @@ def test_what_cannot_be_read_is_named_and_counted(
                        ("failed.jsonl", "rate limit"), ("latin.json", "UTF-8"),
                        ("good.jsonl, line 3", "not JSON")]:  # fmt: skip
         assert any(place in line and why in line for line in said.splitlines()), (place, said)
+
+
+def test_an_entry_that_no_row_may_be_does_not_refuse_the_folder(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too long, no list of messages, a message of no role: left out and named, for tasks and demonstrations."""
+    monkeypatch.setattr("ludus.rollouts.task_files.MOST_CHARACTERS", 2_000)
+    _, good = chat_logs()
+    long, no_list = copy.deepcopy(good), copy.deepcopy(good)
+    long["request"]["messages"][-1]["content"] = "x" * 2_000
+    no_list["request"]["messages"] = "not a list"
+    user, said = {"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}
+    entries = {
+        "call_long": (long, "'messages' has 2,"),
+        "call_no_list": (no_list, "the assistant speaks first"),
+        "row_long": ({"messages": [{**user, "content": "x" * 2_001}, said]}, "may have 2,000"),
+        "row_no_list": ({"messages": "not a list"}, "not 'not a list'"),
+        "row_role": ({"messages": [user, {**said, "role": "bot"}]}, "not 'bot'"),
+        "row_first": ({"messages": [said, user]}, "the assistant speaks first"),
+        "row_empty": ({"messages": []}, "no messages"),
+    }
+    for name, (entry, why) in entries.items():
+        written(tmp_path / name / "good.jsonl", [good])
+        written(tmp_path / name / "bad.jsonl", [entry])
+        [conversation] = read_conversations(tmp_path / name)
+        assert conversation[-1].content == ANSWER
+        assert len(load_tasks(str(tmp_path / name))) == 1
+        told = next(line for line in caplog.text.splitlines() if f"{name}/bad.jsonl, line 1: " in line)
+        assert why in told and f"{name}: 1 logs cannot be read" in caplog.text
+
+
+def test_one_file_may_be_one_conversation_and_else_says_what_it_is(tmp_path: Path) -> None:
+    one = tmp_path / "one.json"
+    one.write_text(
+        '{"messages": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]}'
+    )
+    [conversation] = read_conversations(one)
+    assert [message.content for message in conversation] == ["Hi.", "Hello."]
+    for text, kind in [('{"a": 1}', "an object"), ("null", "the value null"), ("3", "the value 3")]:
+        one.write_text(text)
+        with pytest.raises(ConfigError, match=rf"one\.json holds {kind}, not a list of rows"):
+            read_conversations(one)
 
 
 def test_thoughts_and_hosted_tools_are_left_out_and_said(

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from ludus.core import ConfigError, Task
 from ludus.rollouts import load_tasks
-from ludus.rollouts.task_files import LARGE_BYTES, TaskFile
-from ludus.rollouts.tasksets import MOST_CHARACTERS, tasks_of_lines
+from ludus.rollouts.task_files import LARGE_BYTES, MOST_CHARACTERS, TaskFile
+from ludus.rollouts.tasksets import tasks_of_lines
 from ludus.training import Recipe, load_parts
 
 _TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)

@@ -28,12 +28,17 @@ from ludus.chat.api_fields import ApiError
 from ludus.chat.chat_template import tools_key
 from ludus.chat.logs import LoggedConversation, NotRead, form_of, is_log, log_entries
 from ludus.core.failures import ConfigError
-from ludus.core.messages import Json, parse_messages
+from ludus.core.images import PARTS
+from ludus.core.messages import Json, Message, parse_messages
 from ludus.core.strict_json import BadJson, check_json
 from ludus.core.task import Task
 from ludus.core.user_files import decode_user_text, file_problem, parse_user_json, read_user_text
 from ludus.rollouts.message_tree import message_key
 
+MOST_CHARACTERS = 4_000_000
+"""Most characters of a row's texts, about a million tokens."""
+_TEXTS = ("prompt", "messages", "conversations", "completion", "chosen", "rejected")
+"""Fields of a row that a model reads."""
 LARGE_BYTES = 16_000_000
 """Files up to this size are read at once."""
 MOST_ROW_BYTES = 64_000_000
@@ -175,12 +180,31 @@ def map_tasks(change: Callable[[Task], Task], tasks: Sequence[Task]) -> Sequence
     return tasks.mapped(change) if isinstance(tasks, TaskFile) else [change(task) for task in tasks]
 
 
+def too_long(row: Any) -> str | None:
+    """Which text of a row no context holds: tokenizers would work at it for minutes, and hear of no signal."""
+    for name in _TEXTS if isinstance(row, Mapping) else ():
+        if name in row and (size := _characters(row[name])) > MOST_CHARACTERS:
+            return f"{name!r} has {size:,} characters, and may have {MOST_CHARACTERS:,}"
+    return None
+
+
+def _characters(value: Any) -> int:
+    """Number of characters of all text in a value; images count as none."""
+    if isinstance(value, str):
+        return 0 if value.startswith("data:") else len(value)
+    if isinstance(value, Message):
+        return len(value.content)
+    if isinstance(value, Mapping):
+        return sum(map(_characters, value.values()))
+    return sum(map(_characters, value)) if isinstance(value, list | tuple) else 0
+
+
 log = logging.getLogger(__name__)
 
 _MOST_NAMED = 5
 """So many of the logs that cannot be read are named one by one."""
 _ENDINGS = (".json", ".jsonl")
-_ROWS = frozenset({"messages", "conversations", "prompt", "chosen"})
+ROWS = frozenset({"messages", "conversations", "prompt", "chosen"})
 """A table with one of these fields is a row of data, read as it is."""
 _SAID = ("messages", "conversations", "tools", "functions")
 """Fields of a conversation that its task does not have."""
@@ -330,6 +354,7 @@ def _read(place: Place, entry: Any, found: _Found) -> None:
             more = {"target": entry["target"]} if "target" in entry else {}
             before = len(found.calls)
             for one in form(entry):
+                _check_row(_row(one, more))
                 found.calls.append((place, one, more))
             found.counts["spans and runs of other kinds than a model's call"] += before == len(
                 found.calls
@@ -337,12 +362,43 @@ def _read(place: Place, entry: Any, found: _Found) -> None:
             return
         if isinstance(entry, list) and _are_messages(entry):
             entry = {"messages": entry}
-        if not isinstance(entry, Mapping) or not _ROWS & entry.keys():
+        if not isinstance(entry, Mapping) or not ROWS & entry.keys():
             keys = ", ".join(map(str, entry)) if isinstance(entry, Mapping) else type(entry).__name__
             raise NotRead(f"it is in no form of logs that is known; it has: {keys:.200}")
+        _check_row(entry)
         found.rows.append((place, entry))
     except (NotRead, ApiError) as error:
         found.problems.append(f"{place}: {error}")
+
+
+def _check_row(row: Mapping[str, Any]) -> None:
+    """Leave out what would be refused as a row: one entry must not refuse a folder."""
+    if (problem := too_long(row)) is not None:
+        raise NotRead(problem)
+    said = next((row[name] for name in ("messages", "conversations") if row.get(name) is not None), None)
+    if said is None:
+        return
+    try:
+        messages = parse_messages(
+            [_without_images(one) for one in said] if isinstance(said, list) else said
+        )
+    except ValueError as error:
+        raise NotRead(str(error)) from None
+    if not messages:
+        raise NotRead("it has no messages")
+    if messages[0].role == "assistant" and not row.get("system"):
+        raise NotRead("the assistant speaks first: the messages of the request are missing, or no list")
+
+
+def _without_images(message: Any) -> Any:
+    """The message with a text for each image, which is read later."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("content"), list):
+        return message
+    parts = [
+        {"type": "text", "text": ""} if isinstance(one, Mapping) and one.get("type") in PARTS else one
+        for one in message["content"]
+    ]
+    return {**message, "content": parts}
 
 
 def _longest(found: _Found) -> list[tuple[Place, Json]]:

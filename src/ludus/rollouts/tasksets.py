@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from io import BytesIO
@@ -17,16 +18,20 @@ from ludus.core.user_code import error_with_location
 from ludus.core.user_files import file_problem, json_lines, read_user_json, read_user_text
 from ludus.envs.world import adapted_tasks
 from ludus.model.image_files import check_image, decode_image
-from ludus.rollouts.task_files import TaskFile, is_large, is_logs, opening_rows, read_logs
+from ludus.rollouts.task_files import (
+    ROWS,
+    TaskFile,
+    is_large,
+    is_logs,
+    opening_rows,
+    read_logs,
+    too_long,
+)
 
 DATASET = "dataset:"
 """How a Hugging Face dataset is named: dataset:NAME:CONFIG@SPLIT; without them its own config, and train."""
 FILES = (".jsonl", ".json", ".parquet")
 """The files that hold rows: JSON lines, a JSON list, Parquet."""
-MOST_CHARACTERS = 4_000_000
-"""Most characters of a row's texts, about a million tokens."""
-_TEXTS = frozenset({"prompt", "messages", "completion", "chosen", "rejected"})
-"""Fields of a row that a model reads."""
 _CHECKED = frozenset({"messages", "envs", "system", "metadata"})
 """Further fields of a task."""
 Columns = Mapping[str, str]
@@ -103,33 +108,11 @@ def _prepared(source: str, columns: Columns | None) -> Callable[[str, Any], Any]
     def prepared(where: str, row: Any) -> Any:
         named = _renamed(row, columns, where) if columns else row
         whole = _without_gaps(named) if has_gaps else named
-        _refuse_long(where, whole)
+        if (problem := too_long(whole)) is not None:
+            raise ConfigError(f"{where}: {problem}: shorten it, or leave the row out")
         return with_row_images(whole, folder, where) if is_rows(source) else whole
 
     return prepared
-
-
-def _refuse_long(where: str, row: Any) -> None:
-    """Refuse what no context holds: tokenizers would work at it for minutes, and hear of no signal."""
-    if not isinstance(row, Mapping):
-        return
-    for name in _TEXTS & row.keys():
-        if (size := _characters(row[name])) > MOST_CHARACTERS:
-            raise ConfigError(
-                f"{where}: {name!r} has {size:,} characters, and may have {MOST_CHARACTERS:,}: shorten it, or "
-                "leave the row out"
-            )
-
-
-def _characters(value: Any) -> int:
-    """Number of characters of all text in a value; images count as none."""
-    if isinstance(value, str):
-        return 0 if value.startswith("data:") else len(value)
-    if isinstance(value, Message):
-        return len(value.content)
-    if isinstance(value, Mapping):
-        return sum(map(_characters, value.values()))
-    return sum(map(_characters, value)) if isinstance(value, list | tuple) else 0
 
 
 def parse_tasks(rows: Iterable[Task | Mapping[str, Any]], source: str) -> list[Task]:
@@ -208,8 +191,13 @@ def _counted(source: str, rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
 
 def _json_rows(path: Path) -> list[Any]:
     rows = read_user_json(path)
+    if isinstance(rows, Mapping) and ROWS & rows.keys():
+        return [rows]
     if not isinstance(rows, list):
-        raise ConfigError(f"{path} holds {type(rows).__name__}, not a list of rows")
+        kind = "an object" if isinstance(rows, Mapping) else f"the value {json.dumps(rows)[:80]}"
+        raise ConfigError(
+            f"{path} holds {kind}, not a list of rows, nor a row ({', '.join(sorted(ROWS))})"
+        )
     return rows
 
 
