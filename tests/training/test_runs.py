@@ -533,6 +533,33 @@ def test_an_expert_that_goes_in_circles_is_cut_off_and_not_imitated(
     )
 
 
+def test_an_expert_that_meets_nothing_but_errors_is_told_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ludus.training.task_sets.EXPERT_TURNS", 20)
+
+    class Broken(ludus.Env):
+        def reset(self, task: ludus.Task) -> str:
+            return "go"
+
+        def step(self, action: str) -> Step:
+            raise RuntimeError("boom in step")
+
+    def stubborn(task: ludus.Task) -> Any:
+        while True:
+            yield ludus.ToolCall("step", {"action": "go"})
+
+    tables = {
+        "model": str(trained(tmp_path)),
+        "rl": {"steps": 0},
+        "warm_start": {"steps": 2, "batch": 3},
+    }
+    parts = {**code(), "envs": {"broken": Broken}, "tools": [], "demonstrations": stubborn}
+    raised = r"the tool 'step' raised RuntimeError: boom in step \(.*test_runs.py:\d+ in step\)"
+    with pytest.raises(LudusError, match=rf'it repeats step\(action="go"\); {raised}'):
+        ludus.train(**settings(tmp_path / "run", **tables), **parts)
+
+
 def test_demonstrations_follow_the_agents_loop(tmp_path: Path) -> None:
     class Twice(ludus.Agent):
         async def run(self, episode: ludus.Episode) -> None:

@@ -101,13 +101,27 @@ async def _outcome(tool: Tool, call: partial[Any], limits: OutputLimits) -> Tool
     except Exception as raised:  # noqa: BLE001 - the model reads what user code raises, unless it is a bug
         result, error = _told(raised, limits)
     if error is not None:
+        with _lock:
+            if len(_raised_at) >= _MOST_PLACES:
+                _raised_at.clear()
+            _raised_at[tool.name, result.content] = error.place
         _attribute(tool, error)
     elif result.fault is None:
         _count_call(tool.name, None)
-    if result.reward is not None and not math.isfinite(result.reward):
-        message = f"tool {tool.name!r} gave the reward {result.reward}, which is no finite number"
+    if result.reward is not None and not _is_finite(result.reward):
+        owner = "" if tool.owner is None else f" of {tool.owner.__class__.__name__}"
+        message = (
+            f"tool {tool.name!r}{owner} gave the reward {result.reward!r:.80}, which is no finite number"
+        )
         raise InfraError(Boundary.TOOL, message, retriable=False)
     return result
+
+
+def _is_finite(reward: Any) -> bool:
+    try:
+        return math.isfinite(reward)
+    except (TypeError, ValueError, OverflowError):  # text, for instance
+        return False
 
 
 def _told(raised: BaseException, limits: OutputLimits) -> tuple[ToolResult, UserError | None]:
@@ -134,6 +148,9 @@ _lock = threading.Lock()
 _fruitless: dict[str, list[str]] = {}
 """Suspect errors of each tool in its first calls; none once it has returned."""
 _returned: set[str] = set()
+_raised_at: dict[tuple[str, str], str | None] = {}
+"""Where the errors were raised that calls were answered by, by the tool and the answer."""
+_MOST_PLACES = 1_000
 
 
 def _count_call(tool: str, error: UserError | None) -> None:
@@ -164,12 +181,22 @@ def first_call_errors(tool: str) -> list[str]:
         return list(_fruitless.get(tool, ()))
 
 
+def raised_by(tool: str, answer: str) -> str | None:
+    """The error that this answer of a tool is, with its place; None where the tool did not raise it here."""
+    with _lock:
+        if (tool, answer) not in _raised_at:
+            return None
+        place = _raised_at[tool, answer]
+    return f"{answer} ({place})" if place else answer
+
+
 def forget_errors() -> None:
     """Show all errors of user code anew, as a new run does."""
     reset_error_counts()
     with _lock:
         _fruitless.clear()
         _returned.clear()
+        _raised_at.clear()
 
 
 async def _in_process(

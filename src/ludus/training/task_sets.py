@@ -23,6 +23,7 @@ from ludus.rewards import Scorer
 from ludus.rollouts.agent import Demonstrator, Expert
 from ludus.rollouts.rollout import Rollout
 from ludus.tools import shut
+from ludus.tools.calling import raised_by
 from ludus.tools.library import build_toolset
 from ludus.training.config.parts import Parts, task_set_specs
 from ludus.training.config.recipe import Recipe
@@ -191,5 +192,19 @@ def _no_demonstration(trajectory: Trajectory) -> str | None:
     if trajectory.stop in (StopReason.MAX_TURNS, StopReason.MAX_TOKENS):
         last = [call_text(call) for call in trajectory.calls[-_REPEATS:]]
         repeats = f": it repeats {last[0]}" if len(last) == _REPEATS and len({*last}) == 1 else ""
-        return f"it came to no end within {EXPERT_TURNS} turns or {EXPERT_TOKENS} tokens{repeats}"
+        told = f"it came to no end within {EXPERT_TURNS} turns or {EXPERT_TOKENS} tokens{repeats}"
+        return told + _raised_most(trajectory)
     return None
+
+
+def _raised_most(trajectory: Trajectory) -> str:
+    """What tools and environments raised most often in an episode; the expert may have met nothing else."""
+    raised: Counter[tuple[str, str]] = Counter()
+    for message in trajectory.messages:
+        name = message.name if message.role == "tool" else None
+        if name is not None and (error := raised_by(name, message.content)) is not None:
+            raised[name, error] += 1
+    if not raised:
+        return ""
+    [((tool, error), _)] = raised.most_common(1)
+    return f"; the tool {tool!r} raised {error:.300}"
