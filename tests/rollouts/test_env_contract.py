@@ -17,9 +17,10 @@ import pytest
 from typer.testing import CliRunner
 
 from ludus.cli.main import app
-from ludus.core import Task, ToolCall, ToolFault
-from ludus.envs import Env, Step
-from ludus.rollouts.env_contract import Clause, EnvContract
+from ludus.core import ConfigError, Task, ToolCall, ToolFault
+from ludus.envs import Env, EnvPool, Step
+from ludus.envs.env import Isolation
+from ludus.rollouts.env_contract import Clause, EnvContract, check_env
 
 TASKS = [Task.of("Count.", id=f"t{n}", target=str(n)) for n in range(2, 5)]
 
@@ -177,6 +178,14 @@ async def test_a_good_one_keeps_every_clause() -> None:
     assert "gold solution" not in await proved(Count, expert=None)
 
 
+class TextPaid(Env):
+    def reset(self, task: Task) -> str:
+        return "go"
+
+    def step(self, action: str) -> Step:
+        return Step("ok", "one", True)  # type: ignore[arg-type]
+
+
 @pytest.fixture
 def released() -> Any:
     Threads.go = threading.Event()
@@ -230,6 +239,27 @@ async def test_one_that_hangs_or_cannot_be_made_fails_its_clauses_and_the_check_
     assert len(found) == 9
     found = await proved(Refuses)
     assert "no display" in found["close twice"].text and not any(one.ok for one in found.values())
+
+
+@pytest.mark.parametrize("lives", ["thread", "process"])
+async def test_a_reward_that_is_text_is_named_with_its_environment(lives: Isolation) -> None:
+    found = [one.text for one in await check_env(TextPaid, None, isolation=lives)]
+    told = "tool 'step' of TextPaid gave the reward 'one', which is no finite number"
+    assert any(told in text for text in found), found
+
+
+async def test_a_class_that_needs_arguments_is_a_sentence() -> None:
+    class Sized(Count):
+        def __init__(self, size: int, *more: int, depth: int = 1) -> None:
+            super().__init__()
+
+    told = (
+        r"'sized' cannot be made without the argument\(s\) size: give options = \{ size = \.\.\. \} in"
+    )
+    with pytest.raises(ConfigError, match=told):
+        await check_env(Sized, None, name="sized")
+    async with EnvPool(Sized, name="sized", options={"size": 3}).new_instance() as env:
+        assert isinstance(env, Sized)
 
 
 def test_the_command_prints_a_line_for_each_and_fails_where_one_is_broken(tmp_path: Path) -> None:

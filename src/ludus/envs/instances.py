@@ -86,6 +86,26 @@ def checked_options(
     return factory
 
 
+def _refuse_lacking(kind: type, name: str) -> None:
+    """Refuse a class that cannot be made without arguments (`ConfigError`)."""
+    try:
+        taken = inspect.signature(kind).parameters.values()
+    except (TypeError, ValueError):  # it does not say
+        return
+    lacking = [
+        one.name
+        for one in taken
+        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    ]
+    if lacking:
+        given = ", ".join(f"{one} = ..." for one in lacking)
+        raise ConfigError(
+            f"the environment {name!r} cannot be made without the argument(s) {', '.join(lacking)}: give "
+            f"options = {{ {given} }} in [agent.pools.NAME] of the recipe, or defaults "
+            f"in {kind.__name__}.__init__"
+        )
+
+
 PROBE_SECONDS = 6.0
 """How long a server may take to answer before a run begins; one that is just being started needs a few."""
 
@@ -125,6 +145,8 @@ class InstanceFactory:
     ) -> None:
         if config.options:
             factory = partial(checked_options(factory, name, config.options), **config.options)
+        elif isinstance(factory, type):
+            _refuse_lacking(factory, name)
         if config.memory_mb is not None and isolation != "process":
             raise ConfigError(
                 f"the environment {name!r}: memory_mb bounds the process of an instance, and with isolation = "
