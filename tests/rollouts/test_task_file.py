@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,8 @@ def test_a_large_file_is_what_a_small_one_is(rows: list[Any], end: str, after: s
     file.write_bytes(end.join(lines).encode())
     expected, found = outcome(load_tasks, file), outcome(tasks_of_lines, file)
     if isinstance(expected, str) and "two tasks have the id" in expected:
-        assert "two tasks have the id" in found  # a later pair may be named
+        # a later pair may be named, or a row that is no task, which is found before ids are compared
+        assert isinstance(found, str) and re.search("two tasks have the id|, line [0-9]+", found)
     else:
         assert found == expected
 
