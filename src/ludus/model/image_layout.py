@@ -52,7 +52,7 @@ class ImageLayout:
     positions_3S: Ints | None = None
     """Their positions, counted from that of the first; None where they are counted as text is."""
     advance: int = 0
-    """The position of the token behind the image, counted likewise."""
+    """The position of the token behind the image, counted from the same place."""
     runs: tuple[tuple[int, int], ...] = ()
     """Neighbours that see each other in both directions, as ranges of places."""
 
